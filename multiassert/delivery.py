@@ -1,0 +1,424 @@
+"""From device state to the engineer: step, poll, drain, callbacks, the log, the error, the end of the process.
+
+Everything a violation meets on its way happens under one lock and exactly once: it leaves its snapshot, gets its order,
+goes to the callbacks, and then either waits to be raised or is logged and waits to be returned.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from multiassert import state
+from multiassert.predicates import Finding
+from multiassert.sites import Message, Site, text_of
+from multiassert.state import DeviceState, Hit, Snapshot, Stamp
+from multiassert.violation import AsyncAssertionError, Violation
+
+logger = logging.getLogger("multiassert")
+
+# Probes snapshot by themselves after so many calls or seconds; much later where the engine calls step().
+CALLS_BETWEEN_SNAPSHOTS = 256
+SECONDS_BETWEEN_SNAPSHOTS = 0.1
+PATIENCE_WITH_STEPS = 40
+
+SECONDS_BETWEEN_LOGS = 10.0  # of one site, in mode warn
+ROWS_LISTED = 4096  # more rows than that are told as one range
+
+
+class _Log:
+    """The log lines of mode warn, at most one in SECONDS_BETWEEN_LOGS for each site."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[Site, str], tuple[float, int]] = {}
+
+    def write(self, violation: Violation) -> None:
+        now = time.monotonic()
+        key = (violation.site, violation.kind)
+        last, silent = self._last.get(key, (-SECONDS_BETWEEN_LOGS, 0))
+        if now - last < SECONDS_BETWEEN_LOGS:
+            self._last[key] = last, silent + 1
+            return
+        self._last[key] = now, 0
+        if silent:
+            logger.warning("%d more violations were not logged before this one of the same site:", silent)
+        logger.warning("%s", violation.log_line)
+
+
+class _Delivery:
+    """Where this process stands: its step, its snapshots under way, its violations not yet looked at."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.step = 0
+        self.steps_are_called = False
+        self.under_way: collections.deque[Snapshot] = collections.deque()
+        self.to_raise: list[Violation] = []
+        self.to_return: list[Violation] = []
+        self.callbacks: list[Callable[[Violation], object]] = []
+        self.handing_over = False
+        self.log = _Log()
+        self.last_automatic_snapshot = time.monotonic()
+        # How many sites were hit in a step, for the order of those that arrive later.
+        self.hit_in_step: collections.OrderedDict[int, int] = collections.OrderedDict()
+
+
+_delivery = _Delivery()
+
+# Threads inside suspend(), by how deep. Probes look here only if it is not empty.
+suspended_threads: dict[int, int] = {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The calls of an engine.
+
+
+def step(tag: object = None, rows: Sequence[object] | None = None) -> None:
+    """End an engine iteration: send what the probes saw on its way to the host, without waiting for any device.
+
+    Each device state costs a fixed number of small kernels and one copy into pinned memory; then it starts anew.
+    Snapshots that have arrived meanwhile are looked at: in mode `raise` a violation raises AsyncAssertionError here.
+    While a graph is being captured, or when the host is several steps ahead of the device, the state goes on
+    collecting, and the next snapshot covers a range of steps.
+
+    `tag` is anything that tells this iteration from others in a record. `rows` names the rows of this iteration's
+    tensors, in order (request ids, say); a record then carries the names of its rows.
+    """
+    __tracebackhide__ = True
+    delivery = _delivery
+    with delivery.lock:
+        stamp = Stamp(delivery.step, True, tag, None if rows is None else tuple(rows))
+        delivery.step += 1
+        delivery.steps_are_called = True
+        _send_all(stamp)
+    error = look()
+    if error is not None:
+        raise error
+
+
+def poll() -> list[Violation]:
+    """Look at the snapshots that have arrived; never waits for a device.
+
+    Returns the violations of mode `warn` that no earlier call returned, first cause first. Raises
+    AsyncAssertionError for those of mode `raise`. Where step() is never called, what was seen so far is sent on its
+    way first.
+    """
+    __tracebackhide__ = True
+    if not _delivery.steps_are_called:
+        _send_all(Stamp(_delivery.step))
+    error = look()
+    if error is not None:
+        raise error
+    return _take_returns()
+
+
+def drain() -> list[Violation]:
+    """Send all that was seen to the host and wait for it; waits for the devices that were probed.
+
+    Returns and raises as poll() does.
+    """
+    __tracebackhide__ = True
+    _bring_in_everything()
+    error = look()
+    if error is not None:
+        raise error
+    return _take_returns()
+
+
+def raise_if_error() -> None:
+    """Drain, then raise AsyncAssertionError if there is any violation, whatever its mode; waits as drain() does."""
+    __tracebackhide__ = True
+    _bring_in_everything()
+    with _delivery.lock:
+        violations = [*_delivery.to_raise, *_delivery.to_return]
+        _delivery.to_raise, _delivery.to_return = [], []
+    if violations:
+        violations.sort(key=_by_first_cause)
+        raise AsyncAssertionError(violations)
+
+
+@contextlib.contextmanager
+def suspend() -> Iterator[None]:
+    """A scope in which the probes of this thread record nothing, for warm-up and dummy weights; touches no device.
+
+    A graph captured inside has no probes in it.
+    """
+    thread = threading.get_ident()
+    with _delivery.lock:
+        suspended_threads[thread] = suspended_threads.get(thread, 0) + 1
+    try:
+        yield
+    finally:
+        with _delivery.lock:
+            suspended_threads[thread] -= 1
+            if not suspended_threads[thread]:
+                del suspended_threads[thread]
+
+
+def on_violation(callback: Callable[[Violation], object]) -> Callable[[], None]:
+    """Hand every violation to `callback` when the host first sees it, whatever the mode; touches no device.
+
+    It is called on the thread that looked, before the violation is logged or raised. An exception of the callback is
+    logged and loses nothing. Returns a function that takes the callback off again.
+    """
+    if not callable(callback):
+        raise TypeError(f"callback must be callable, got {type(callback).__name__}")
+    with _delivery.lock:
+        _delivery.callbacks.append(callback)
+
+    def remove() -> None:
+        with _delivery.lock, contextlib.suppress(ValueError):
+            _delivery.callbacks.remove(callback)
+
+    return remove
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For the probes.
+
+
+def current_step() -> int:
+    return _delivery.step
+
+
+def after_record(device_state: DeviceState) -> AsyncAssertionError | None:
+    """What a probe does once it has recorded: snapshot if it is time, and look if something is under way."""
+    delivery = _delivery
+    patience = PATIENCE_WITH_STEPS if delivery.steps_are_called else 1
+    if (
+        device_state.calls_since_snapshot >= CALLS_BETWEEN_SNAPSHOTS * patience
+        or time.monotonic() - delivery.last_automatic_snapshot > SECONDS_BETWEEN_SNAPSHOTS * patience
+    ):
+        _send_all(Stamp(delivery.step))
+    if delivery.under_way or delivery.to_raise:
+        return look()
+    return None
+
+
+def report(violations: Iterable[Violation], raises: bool) -> AsyncAssertionError | None:
+    """Deliver violations that were found without a snapshot."""
+    violations = list(violations)
+    _hand_over([(violation, raises) for violation in violations])
+    return _error()
+
+
+def describe(
+    findings: Iterable[Finding],
+    *,
+    site: Site,
+    message: Message | None,
+    platform: str,
+    device: torch.device,
+    stamp: Stamp,
+    first_step: int,
+    block: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> list[Violation]:
+    """The records of one site's findings."""
+    violations = []
+    text = text_of(site, message)
+    with _delivery.lock:
+        order = _delivery.hit_in_step.get(stamp.step, 0)
+        _delivery.hit_in_step[stamp.step] = order + 1
+        while len(_delivery.hit_in_step) > 64:
+            _delivery.hit_in_step.popitem(last=False)
+    for finding in findings:
+        rows = _rows(finding.cells, block, shape)
+        violations.append(
+            Violation(
+                kind=finding.kind,
+                message=text,
+                site=site,
+                platform=platform,
+                device=device,
+                rank=_rank(),
+                step=stamp.step if first_step == stamp.step else (first_step, stamp.step),
+                tag=stamp.tag,
+                rows=rows,
+                row_names=_names(rows, stamp.row_names) if first_step == stamp.step else None,
+                value=finding.value,
+                bound=finding.bound,
+                dtype=dtype,
+                shape=shape,
+                order=order,
+                headline=finding.headline,
+            )
+        )
+    return violations
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The way of a violation.
+
+
+def _send_all(stamp: Stamp) -> None:
+    with _delivery.lock:
+        _delivery.last_automatic_snapshot = time.monotonic()
+        for device_state in state.all_states():
+            snapshot = device_state.snapshot(stamp)
+            if snapshot is not None:
+                _delivery.under_way.append(snapshot)
+
+
+def _bring_in_everything() -> None:
+    """Wait for the snapshots under way, which frees their memory, then for one more of what was seen since."""
+    with _delivery.lock:
+        _wait_for_all()
+        _send_all(Stamp(_delivery.step))
+        _wait_for_all()
+
+
+def _wait_for_all() -> None:
+    for snapshot in _delivery.under_way:
+        snapshot.wait()
+    _hand_over(_arrived())
+
+
+def look() -> AsyncAssertionError | None:
+    """Hand over what has arrived; the error to raise, if any."""
+    if _delivery.under_way:
+        with _delivery.lock:
+            _hand_over(_arrived())
+    return _error()
+
+
+def _error() -> AsyncAssertionError | None:
+    with _delivery.lock:
+        if _delivery.handing_over:
+            return None  # a callback looks: what it was called for is raised after it, and not into it
+        violations, _delivery.to_raise = _delivery.to_raise, []
+    return AsyncAssertionError(violations) if violations else None
+
+
+def _take_returns() -> list[Violation]:
+    with _delivery.lock:
+        violations, _delivery.to_return = _delivery.to_return, []
+    return violations
+
+
+def _arrived() -> list[tuple[Violation, bool]]:
+    """Open the snapshots that have arrived: their violations, and whether each is to be raised."""
+    arrived = [snapshot for snapshot in _delivery.under_way if snapshot.arrived()]
+    if not arrived:
+        return []
+    for snapshot in arrived:
+        _delivery.under_way.remove(snapshot)
+    hits = [(snapshot, hit) for snapshot in arrived for hit in snapshot.open()]
+    hits.sort(key=lambda pair: (pair[0].stamp.step, pair[1].seen.order))
+    return [(violation, hit.seen.raises) for snapshot, hit in hits for violation in _violations_of_hit(snapshot, hit)]
+
+
+def _violations_of_hit(snapshot: Snapshot, hit: Hit) -> list[Violation]:
+    seen = hit.seen
+    return describe(
+        seen.check.findings(hit.low_cells, hit.high_cells, hit.lowest, hit.highest),
+        site=seen.site,
+        message=seen.message,
+        platform=snapshot.state.backend.name,
+        device=snapshot.state.device,
+        stamp=snapshot.stamp,
+        first_step=seen.first_step,
+        block=seen.block,
+        dtype=seen.dtype,
+        shape=seen.shape,
+    )
+
+
+def _hand_over(violations: list[tuple[Violation, bool]]) -> None:
+    """Callbacks first, then the log or the queue of those to be raised."""
+    with _delivery.lock:
+        for violation, raises in violations:
+            # Kept before anything of the caller's runs, so that nothing it does can lose a violation.
+            (_delivery.to_raise if raises else _delivery.to_return).append(violation)
+        outermost, _delivery.handing_over = not _delivery.handing_over, True
+        for violation, raises in violations:
+            for callback in list(_delivery.callbacks):
+                try:
+                    callback(violation)
+                except Exception:
+                    logger.exception("a callback of on_violation raised; the violation was: %s", violation.log_line)
+            if not raises:
+                _delivery.log.write(violation)
+        if outermost:
+            _delivery.handing_over = False
+
+
+def _by_first_cause(violation: Violation) -> tuple[int, int]:
+    last_step = violation.step if isinstance(violation.step, int) else violation.step[1]
+    return last_step, violation.order
+
+
+def _rows(cells: list[int], block: int, shape: tuple[int, ...]) -> tuple[int | range, ...]:
+    if not shape:
+        return ()
+    if block > 1:
+        return tuple(range(cell * block, min((cell + 1) * block, shape[0])) for cell in cells)
+    if len(cells) > ROWS_LISTED:
+        return (range(cells[0], cells[-1] + 1),)
+    return tuple(cells)
+
+
+def _names(rows: tuple[int | range, ...], names: Sequence[object] | None) -> tuple[object, ...] | None:
+    if names is None:
+        return None
+    indices = [index for row in rows for index in (row if isinstance(row, range) else (row,))]
+    return tuple(names[index] for index in indices if index < len(names))
+
+
+def _rank() -> int | None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end of the process, and a new one by fork.
+
+
+def _drain_at_exit() -> None:
+    """Drain, so that a violation of the last step is not lost; in mode raise the process ends with exit code 1."""
+    with _delivery.lock:
+        known = len(_delivery.to_return)
+        try:
+            _bring_in_everything()
+        except RuntimeError as error:
+            logger.warning("the device could not be asked for its last violations at exit: %s", error)
+        found = len(_delivery.to_return) - known
+        to_raise, _delivery.to_raise = _delivery.to_raise, []
+    if found:
+        logger.warning(
+            "%d violations were looked at only because the process ended: call multiassert.drain() before it does.",
+            found,
+        )
+    if to_raise:
+        # An exception in an exit handler is printed, and the exit code stays 0: a failed run would pass.
+        sys.stdout.flush()
+        print(f"multiassert.AsyncAssertionError at exit: {AsyncAssertionError(to_raise)}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(1)
+
+
+def _forget_parent() -> None:
+    """A forked child has its parent's state in memory, but what is in it is the parent's to report."""
+    global _delivery
+    callbacks = _delivery.callbacks
+    _delivery = _Delivery()
+    _delivery.callbacks = callbacks
+    suspended_threads.clear()
+    state.forget_all()
+
+
+atexit.register(_drain_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,93 @@
+"""Sites: the places probes stand, each registered once."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType
+
+# Distinct messages that one call place may have, each its own site. Code that formats, say, the step number into the
+# message goes past it; its later messages then share one site, and a record still carries the latest message.
+MESSAGES_PER_PLACE = 256
+
+Message = str | Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+    """The place a probe stands: its message and the caller's file, line and function. Equal only to itself."""
+
+    message: str
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def site(message: str) -> Site:
+    """Make a site beforehand, for code that many layers share; touches no device.
+
+    Pass it as the `msg` of a probe: `self.site = site("layer 3: mlp")`, then `maybe_detect_nan(x, self.site)`. Its
+    file, line and function are those of this call.
+    """
+    if not isinstance(message, str):
+        raise TypeError(f"message must be a string, got {type(message).__name__}")
+    frame = sys._getframe(1)
+    return Site(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+class _Place:
+    """One call in the caller's source, with a site for each of its messages."""
+
+    # The code object is kept so that its id, the key of the registry, is not given to another one.
+    __slots__ = ("by_message", "code", "shared")
+
+    def __init__(self, code: CodeType, line: int) -> None:
+        self.code = code
+        self.shared = Site("", code.co_filename, line, code.co_name)
+        self.by_message: dict[str, Site] = {}
+
+
+_places: dict[tuple[int, int], _Place] = {}
+_lock = threading.Lock()
+
+
+def resolve(message: Message | Site, depth: int) -> tuple[Site, Message | None]:
+    """The site of a probe called `depth` frames up, and the message of this call where the site has none of its own."""
+    if isinstance(message, Site):
+        return message, None
+    frame = sys._getframe(depth)
+    code = frame.f_code
+    key = (id(code), frame.f_lasti)
+    place = _places.get(key)
+    if place is None:
+        with _lock:
+            place = _places.setdefault(key, _Place(code, frame.f_lineno))
+    if not isinstance(message, str):
+        if not callable(message):
+            raise TypeError(f"msg must be a string, a callable or a Site, got {type(message).__name__}")
+        return place.shared, message
+    found = place.by_message.get(message)
+    if found is None:
+        with _lock:
+            if len(place.by_message) >= MESSAGES_PER_PLACE and message not in place.by_message:
+                return place.shared, message
+            shared = place.shared
+            found = place.by_message.setdefault(message, Site(message, shared.file, shared.line, shared.function))
+    return found, None
+
+
+def text_of(site: Site, message: Message | None) -> str:
+    """The message of a site for a report; this is where a callable message is called."""
+    if message is None:
+        return site.message
+    if isinstance(message, str):
+        return message
+    try:
+        return str(message())
+    except Exception as error:
+        return f"(the message callable raised {type(error).__name__}: {error})"

@@ -1,0 +1,390 @@
+"""The state that one stream of one device keeps: what its probes have seen since the last snapshot.
+
+A probe costs a reduction to one cell per row and one `maximum` or `minimum` into its slot. Cells are running extremes,
+so an update that runs twice (checkpointing, autotuning, a graph's warm-up) changes nothing. A snapshot compares all
+cells with the limits of their slots at once, on the device, and sends the host one code per cell and two extremes per
+slot in a single copy that nobody waits for; then the cells start anew.
+
+Memory is allocated before it is used and stays in place, because captured graphs hold on to its addresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multiassert.backends import Backend
+from multiassert.predicates import Check, Extremes, identities
+from multiassert.sites import Message, Site
+
+ROWS = 256  # cells of a slot: more rows than that share cells
+SLOTS = 256  # slots of a page; a state gets another page when one is full
+SLOTS_PER_SITE = 4  # a site whose bounds keep changing takes this many before it uses an idle one of its own again
+SNAPSHOTS_IN_FLIGHT = 4  # beyond it the state goes on collecting, and the next snapshot covers several steps
+
+LOWER, UPPER = 0, 1
+ABOVE_FLOOR, BELOW_CEILING = 2, 1  # bits of a cell's code; a fine cell has all the bits its page checks
+
+# Orders what was seen across slots, streams and threads by when the host issued it.
+_sequence = itertools.count()
+
+
+class Stamp(NamedTuple):
+    """What the engine says of the steps that a snapshot covers."""
+
+    step: int
+    ends_step: bool = False
+    tag: object = None
+    row_names: Sequence[object] | None = None
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the host knows of the calls of one slot since the last snapshot."""
+
+    site: Site
+    check: Check
+    block: int
+    order: int
+    first_step: int
+    raises: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    message: Message | None
+
+
+# What a slot is for: block is how many rows share a cell.
+Key = tuple[Site, Check, int]
+
+
+class Slot:
+    """The cells of one site, with one check at a time."""
+
+    __slots__ = ("captured_rows", "index", "key", "page", "seen", "views")
+
+    def __init__(self, page: Page, index: int) -> None:
+        self.page = page
+        self.index = index
+        self.key: Key | None = None
+        self.seen: Seen | None = None
+        # Rows that a captured graph updates whenever it is replayed, without the host's knowledge.
+        self.captured_rows = 0
+        # Views of the leading cells, by how many: making one costs more than the update itself.
+        self.views: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def cells(self, count: int) -> tuple[Tensor, Tensor]:
+        views = self.views.get(count)
+        if views is None:
+            cells = self.page.cells
+            views = cells[LOWER, self.index, :count], cells[UPPER, self.index, :count]
+            self.views[count] = views
+        return views
+
+
+class Page:
+    """SLOTS slots of one dtype in one piece of device memory."""
+
+    def __init__(self, plane: torch.dtype, device: torch.device) -> None:
+        lowest, highest = identities(plane)
+        self.plane = plane
+        self.slots: list[Slot] = []
+        self.watches_floors = False
+        self.rows_in_use = 0
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
+            self.cells = torch.empty((2, SLOTS, ROWS), dtype=plane, device=device)
+            self.limits = torch.empty((2, SLOTS), dtype=plane, device=device)
+            self.above_floor = torch.empty(SLOTS * ROWS, dtype=torch.bool, device=device)
+            for tensor in (self.cells, self.limits):
+                tensor[LOWER].fill_(highest)
+                tensor[UPPER].fill_(lowest)
+        # Limits nothing can break, until a slot sets its own.
+        self.limits[LOWER].fill_(lowest)
+        self.limits[UPPER].fill_(highest)
+
+    def new_slot(self) -> Slot:
+        slot = Slot(self, len(self.slots))
+        self.slots.append(slot)
+        return slot
+
+    def set_limits(self, slot: Slot, check: Check) -> None:
+        if check.floor is not None:
+            self.watches_floors = True
+            self.limits[LOWER, slot.index].fill_(check.floor)
+        if check.ceiling is not None:
+            self.limits[UPPER, slot.index].fill_(check.ceiling)
+
+
+class Part(NamedTuple):
+    """Where a page's codes and extremes lie in the outbox on the device and in the inbox on the host."""
+
+    page: Page
+    slots: int
+    rows: int
+    lowest: slice
+    highest: slice
+    codes: slice
+    complete: int  # the code of a fine cell
+
+
+class Hit(NamedTuple):
+    """A slot with cells outside its limits."""
+
+    seen: Seen
+    low_cells: list[int]
+    high_cells: list[int]
+    lowest: int | float
+    highest: int | float
+
+
+class Snapshot:
+    """A copy of the state on its way to the host."""
+
+    def __init__(
+        self, state: DeviceState, stamp: Stamp, parts: list[Part], seen: dict[Slot, Seen], inbox: Tensor
+    ) -> None:
+        self.state = state
+        self.stamp = stamp
+        self._parts = parts
+        self._seen = seen
+        self._inbox = inbox
+        self._event = state.backend.record_event(state.stream)
+
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def open(self) -> list[Hit]:
+        """The hits in a snapshot that has arrived; gives its memory back, so it can be opened once."""
+        hits = []
+        for part in self._parts:
+            codes = self._inbox[part.codes].view(part.slots, part.rows)
+            if bool((codes == part.complete).all()):
+                continue
+            lowest = self._inbox[part.lowest].view(part.page.plane).tolist()
+            highest = self._inbox[part.highest].view(part.page.plane).tolist()
+            low, high = _cells_by_slot(codes, part.complete & ABOVE_FLOOR), _cells_by_slot(codes, BELOW_CEILING)
+            for index in sorted({*low, *high}):
+                slot = part.page.slots[index]
+                lower = lowest[index] if lowest else identities(part.page.plane)[1]
+                hits.append(Hit(self._seen[slot], low.get(index, []), high.get(index, []), lower, highest[index]))
+        self.state.take_back(self._inbox)
+        return hits
+
+
+def _cells_by_slot(codes: Tensor, bit: int) -> dict[int, list[int]]:
+    """The cells whose code lacks `bit`, by slot."""
+    by_slot: dict[int, list[int]] = {}
+    if bit:
+        for slot, cell in ((codes & bit) == 0).nonzero().tolist():
+            by_slot.setdefault(slot, []).append(cell)
+    return by_slot
+
+
+class DeviceState:
+    """What the probes on one stream of one device have seen. All methods may be called from any thread."""
+
+    def __init__(self, backend: Backend, device: torch.device, stream: Hashable) -> None:
+        self.backend = backend
+        self.device = device
+        self.stream = stream
+        self.calls_since_snapshot = 0
+        self._lock = threading.RLock()
+        self._pages: list[Page] = []
+        self._slots: dict[Key, Slot] = {}
+        self._by_site: dict[tuple[Site, torch.dtype], list[Slot]] = {}
+        self._seen: dict[Slot, Seen] = {}
+        self._outbox: Tensor = torch.empty(0)
+        self._inboxes: list[Tensor] = []
+        self._in_flight = 0
+
+    def record(
+        self,
+        site: Site,
+        check: Check,
+        observed: Extremes,
+        *,
+        step: int,
+        raises: bool,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        message: Message | None,
+    ) -> None:
+        """Merge what a probe observed into its slot: one or two kernels on the device, no host wait."""
+        lower, upper, block = observed
+        with self._lock:
+            slot = self._slots.get((site, check, block)) or self._lease((site, check, block))
+            seen = slot.seen
+            if seen is None:
+                seen = Seen(site, check, block, next(_sequence), step, raises, dtype, shape, message)
+                slot.seen = self._seen[slot] = seen
+            else:
+                seen.raises |= raises
+                seen.dtype = dtype
+                seen.shape = shape
+                seen.message = message
+            self.calls_since_snapshot += 1
+            rows = (upper if upper is not None else lower).shape[0]  # type: ignore[union-attr]
+            slot.page.rows_in_use = max(slot.page.rows_in_use, rows)
+            if self.backend.is_capturing(self.device):
+                slot.captured_rows = max(slot.captured_rows, rows)
+            low_cells, high_cells = slot.cells(rows)
+            if upper is not None:
+                torch.maximum(high_cells, upper, out=high_cells)
+            if lower is not None:
+                torch.minimum(low_cells, lower, out=low_cells)
+
+    def prewarm(self, planes: tuple[torch.dtype, ...] = (torch.float32, torch.int64)) -> None:
+        """Allocate a page for each dtype, and what a snapshot needs."""
+        with self._lock:
+            for plane in planes:
+                if not any(page.plane is plane for page in self._pages):
+                    self._add_page(plane)
+
+    def _lease(self, key: Key) -> Slot:
+        """A slot for a site's new check: a fresh one, or an idle one of the same site when it has many."""
+        site, check, _ = key
+        own = self._by_site.setdefault((site, check.plane), [])
+        idle = None
+        if len(own) >= SLOTS_PER_SITE:
+            idle = next((slot for slot in own if slot.seen is None and not slot.captured_rows), None)
+        if idle is None:
+            page = next((p for p in self._pages if p.plane is check.plane and len(p.slots) < SLOTS), None)
+            slot = (page or self._add_page(check.plane)).new_slot()
+        else:
+            slot = idle
+            own.remove(slot)
+            if slot.key is not None:
+                del self._slots[slot.key]
+        own.append(slot)
+        slot.page.set_limits(slot, check)
+        slot.key = key
+        self._slots[key] = slot
+        return slot
+
+    def _add_page(self, plane: torch.dtype) -> Page:
+        if self.backend.is_capturing(self.device):
+            raise RuntimeError(
+                f"multiassert has no device state left on {self.device} for this probe, and a graph is being captured, "
+                f"so none can be allocated. Call multiassert.prewarm({str(self.device)!r}) on this stream before the "
+                "capture, or run the code once without capturing."
+            )
+        page = Page(plane, self.device)
+        self._pages.append(page)
+        size = sum(SLOTS * (2 * p.plane.itemsize + ROWS) for p in self._pages)
+        with torch.inference_mode(False):
+            self._outbox = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._inboxes = [self.backend.host_buffer(size) for _ in range(SNAPSHOTS_IN_FLIGHT - self._in_flight)]
+        return page
+
+    def take_back(self, inbox: Tensor) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            size = self._outbox.numel()
+            self._inboxes.append(inbox if inbox.numel() == size else self.backend.host_buffer(size))
+
+    def snapshot(self, stamp: Stamp) -> Snapshot | None:
+        """Send what was seen on its way to the host and start anew; no host wait.
+
+        Returns None where nothing was seen, where a graph is being captured, and where too many snapshots are still
+        under way: then the state goes on collecting.
+        """
+        with self._lock:
+            if not self._seen or not self._inboxes or self.backend.is_capturing(self.device):
+                return None
+            with self.backend.on_stream(self.stream), torch.no_grad():
+                parts = self._lay_out()
+                inbox = self._inboxes.pop()
+                self._in_flight += 1
+                for part in parts:
+                    self._judge(part)
+                size = parts[-1].codes.stop
+                inbox[:size].copy_(self._outbox[:size], non_blocking=True)
+                snapshot = Snapshot(self, stamp, parts, self._seen, inbox)
+            self._start_anew(stamp.step + stamp.ends_step)
+            return snapshot
+
+    def _start_anew(self, step: int) -> None:
+        """Nothing has been seen, but what captured graphs may see when they are replayed."""
+        self.calls_since_snapshot = 0
+        for page in self._pages:
+            page.rows_in_use = 0
+        seen, self._seen = self._seen, {}
+        for slot, last in seen.items():
+            slot.seen = None
+            if slot.captured_rows:
+                slot.seen = self._seen[slot] = dataclasses.replace(last, first_step=step)
+                slot.page.rows_in_use = max(slot.page.rows_in_use, slot.captured_rows)
+
+    def _lay_out(self) -> list[Part]:
+        """Pages in use, one behind the other; extremes come first in each, where their alignment is kept."""
+        parts: list[Part] = []
+        position = 0
+        for page in self._pages:
+            slots, rows = len(page.slots), page.rows_in_use
+            if not rows:
+                continue
+            both = page.watches_floors
+            low_end = position + (slots * page.plane.itemsize if both else 0)
+            high_end = low_end + slots * page.plane.itemsize
+            end = high_end + slots * rows
+            complete = ABOVE_FLOOR | BELOW_CEILING if both else BELOW_CEILING
+            extremes = slice(position, low_end), slice(low_end, high_end)
+            parts.append(Part(page, slots, rows, *extremes, slice(high_end, end), complete))
+            position = -(-end // 8) * 8
+        return parts
+
+    def _judge(self, part: Part) -> None:
+        """Compare a page's cells with their limits, put codes and extremes in the outbox, and start the cells anew."""
+        page, slots, rows = part.page, part.slots, part.rows
+        lower, upper = page.cells[LOWER, :slots, :rows], page.cells[UPPER, :slots, :rows]
+        codes = self._outbox[part.codes]
+        below_ceiling = codes.view(torch.bool).view(slots, rows)
+        lowest, highest = identities(page.plane)
+        torch.le(upper, page.limits[UPPER, :slots].unsqueeze(1), out=below_ceiling)
+        torch.amax(upper, 1, out=self._outbox[part.highest].view(page.plane))
+        upper.fill_(lowest)
+        if page.watches_floors:
+            above_floor = page.above_floor[: slots * rows]
+            torch.ge(lower, page.limits[LOWER, :slots].unsqueeze(1), out=above_floor.view(slots, rows))
+            torch.add(codes, above_floor.view(torch.uint8), alpha=ABOVE_FLOOR, out=codes)
+            torch.amin(lower, 1, out=self._outbox[part.lowest].view(page.plane))
+            lower.fill_(highest)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All states of this process.
+
+_states: dict[tuple[torch.device, Hashable], DeviceState] = {}
+_states_lock = threading.Lock()
+
+
+def state_of(backend: Backend, device: torch.device) -> DeviceState:
+    """The state of the current stream of `device`, made at its first use."""
+    key = (device, backend.current_stream(device))
+    state = _states.get(key)
+    if state is None:
+        with _states_lock:
+            state = _states.setdefault(key, DeviceState(backend, *key))
+    return state
+
+
+def all_states() -> list[DeviceState]:
+    """The states of all devices and streams that were probed."""
+    with _states_lock:
+        return list(_states.values())
+
+
+def forget_all() -> None:
+    """Drop every state with all that was seen: a forked child starts without its parent's, and with a free lock."""
+    global _states_lock
+    _states_lock = threading.Lock()
+    _states.clear()

@@ -1,0 +1,114 @@
+"""A violation: what is known of it, the line that is logged, the error that is raised."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from multiassert.sites import Site
+
+# A line stays readable, and below the limit of most log collectors, with at most this many rows in it.
+ROWS_IN_LINE = 32
+VIOLATIONS_IN_ERROR = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """A site seen bad. Rows are indices of dimension 0; a 0-dimensional tensor has none."""
+
+    kind: str  # nan, inf, low, high, misaligned, range or cond
+    message: str
+    site: Site
+    platform: str
+    device: torch.device
+    rank: int | None  # of torch.distributed, or the environment's RANK
+    step: int | tuple[int, int]  # calls of step() before it; first and last, where a snapshot covers several
+    tag: object
+    rows: tuple[int | range, ...]  # a range where several rows share what the device remembers
+    row_names: tuple[object, ...] | None  # the caller's names for these rows, from step(rows=...)
+    value: int | float  # the offending value, or the worst one; for misaligned, its distance from the page's start
+    bound: int | float | None  # the bound it broke; None where there is none, or where it is a tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: int  # among the sites hit in the same step: 0 came first in the program
+    headline: str = dataclasses.field(repr=False)  # what went wrong, in words; the message follows it
+
+    @property
+    def text(self) -> str:
+        """What went wrong and the message, in the words that SGLang's tests look for."""
+        return f"{self.headline} {self.message}".rstrip()
+
+    @property
+    def log_line(self) -> str:
+        """The violation as one line of key=value, always all keys, always in this order; text is JSON."""
+        step = self.step if isinstance(self.step, int) else f"{self.step[0]}..{self.step[1]}"
+        fields = {
+            "kind": self.kind,
+            "platform": self.platform,
+            "device": self.device,
+            "rank": _or_dash(self.rank),
+            "step": step,
+            "tag": "-" if self.tag is None else json.dumps(str(self.tag)),
+            "order": self.order,
+            "rows": _row_list(self.rows),
+            "row_names": "-" if self.row_names is None else json.dumps([str(n) for n in self.row_names[:ROWS_IN_LINE]]),
+            "value": self.value,
+            "bound": _or_dash(self.bound),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": "x".join(map(str, self.shape)) or "scalar",
+            "site": json.dumps(f"{self.site.file}:{self.site.line}:{self.site.function}"),
+            "message": json.dumps(self.message),
+        }
+        return "multiassert violation " + " ".join(f"{key}={value}" for key, value in fields.items())
+
+    @property
+    def description(self) -> str:
+        """The violation in a sentence for a person."""
+        step = f"step {self.step}" if isinstance(self.step, int) else f"steps {self.step[0]} to {self.step[1]}"
+        where = f"{self.device}, {step}" + ("" if self.rank is None else f", rank {self.rank}")
+        rows = f", rows {_row_list(self.rows)}" if self.rows else ""
+        names = "" if self.row_names is None else f" ({', '.join(str(n) for n in self.row_names[:ROWS_IN_LINE])})"
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return (
+            f"{self.text}\n"
+            f"    value {self.value}{rows}{names} of {shape} {str(self.dtype).removeprefix('torch.')}, on {where}\n"
+            f"    at {self.site}"
+        )
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
+
+
+def _row_list(rows: Sequence[int | range]) -> str:
+    shown = ",".join(
+        f"{row.start}..{row.stop - 1}" if isinstance(row, range) else str(row) for row in rows[:ROWS_IN_LINE]
+    )
+    more = len(rows) - ROWS_IN_LINE
+    return (shown or "-") + (f",+{more}" if more > 0 else "")
+
+
+class AsyncAssertionError(AssertionError, RuntimeError):
+    """Probes saw violations; `violations` lists them, the first cause first.
+
+    The process and the device stay usable. It is both an AssertionError and, as torch's own assert, a RuntimeError.
+    """
+
+    def __init__(self, violations: Iterable[Violation]) -> None:
+        self.violations: tuple[Violation, ...] = tuple(violations)
+        super().__init__(self.violations)
+
+    def __str__(self) -> str:
+        shown = [violation.description for violation in self.violations[:VIOLATIONS_IN_ERROR]]
+        more = len(self.violations) - len(shown)
+        if more > 0:
+            shown.append(f"and {more} more in .violations")
+        if len(self.violations) > 1:
+            shown.append(
+                "The first is the first cause: the probe that came first in the program of the earliest step. "
+                "The others may follow from it."
+            )
+        return "\n".join(shown)
