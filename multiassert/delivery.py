@@ -409,8 +409,11 @@ def _drain_at_exit() -> None:
         os._exit(1)
 
 
-def _forget_parent() -> None:
-    """A forked child has its parent's state in memory, but what is in it is the parent's to report."""
+def start_anew() -> None:
+    """Forget steps, device states and violations, keep callbacks: the state of a new process.
+
+    A forked child has its parent's state in memory, but what is in it is the parent's to report.
+    """
     global _delivery
     callbacks = _delivery.callbacks
     _delivery = _Delivery()
@@ -421,4 +424,4 @@ def _forget_parent() -> None:
 
 atexit.register(_drain_at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
+    os.register_at_fork(after_in_child=start_anew)

@@ -237,8 +237,9 @@ def sanitize_oob(
     __tracebackhide__ = True
     if indices is None:
         return None
+    safe = predicates.replace_out_of_bounds(indices, low, high, fill)
     if settings.active:
         error = dispatch.probe(predicates.out_of_bounds, indices, (low, high, None), msg, name="indices")
         if error is not None:
             raise error
-    return predicates.replace_out_of_bounds(indices, low, high, fill)
+    return safe

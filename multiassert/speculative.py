@@ -92,7 +92,8 @@ def _compiled_cache_locations() -> Callable[..., CacheLocations]:
             return compute[0](*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
             warnings.warn(
-                f"get_src_tgt_cache_loc runs eager from now on, since torch.compile failed here: {error!s:.300}",
+                "get_src_tgt_cache_loc runs eager from now on, since torch.compile failed here: "
+                + " ".join(str(error).split())[:300],
                 stacklevel=3,
             )
             compute[0] = _cache_locations

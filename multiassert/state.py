@@ -59,8 +59,8 @@ class Seen:
     message: Message | None
 
 
-# What a slot is for: block is how many rows share a cell.
-Key = tuple[Site, Check, int]
+# What a slot is for: a site, a check, the tensor's dtype, and how many rows share a cell.
+Key = tuple[Site, Check, torch.dtype, int]
 
 
 class Slot:
@@ -221,14 +221,14 @@ class DeviceState:
         """Merge what a probe observed into its slot: one or two kernels on the device, no host wait."""
         lower, upper, block = observed
         with self._lock:
-            slot = self._slots.get((site, check, block)) or self._lease((site, check, block))
+            key = site, check, dtype, block
+            slot = self._slots.get(key) or self._lease(key)
             seen = slot.seen
             if seen is None:
                 seen = Seen(site, check, block, next(_sequence), step, raises, dtype, shape, message)
                 slot.seen = self._seen[slot] = seen
             else:
                 seen.raises |= raises
-                seen.dtype = dtype
                 seen.shape = shape
                 seen.message = message
             self.calls_since_snapshot += 1
@@ -251,7 +251,7 @@ class DeviceState:
 
     def _lease(self, key: Key) -> Slot:
         """A slot for a site's new check: a fresh one, or an idle one of the same site when it has many."""
-        site, check, _ = key
+        site, check = key[:2]
         own = self._by_site.setdefault((site, check.plane), [])
         idle = None
         if len(own) >= SLOTS_PER_SITE:
@@ -282,14 +282,18 @@ class DeviceState:
         size = sum(SLOTS * (2 * p.plane.itemsize + ROWS) for p in self._pages)
         with torch.inference_mode(False):
             self._outbox = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._inboxes = [self.backend.host_buffer(size) for _ in range(SNAPSHOTS_IN_FLIGHT - self._in_flight)]
+        self._inboxes = [self._new_inbox() for _ in range(SNAPSHOTS_IN_FLIGHT - self._in_flight)]
         return page
+
+    def _new_inbox(self) -> Tensor:
+        with torch.inference_mode(False):
+            return self.backend.host_buffer(self._outbox.numel())
 
     def take_back(self, inbox: Tensor) -> None:
         with self._lock:
             self._in_flight -= 1
-            size = self._outbox.numel()
-            self._inboxes.append(inbox if inbox.numel() == size else self.backend.host_buffer(size))
+            fits = inbox.numel() == self._outbox.numel()  # a page may have been added while it was away
+            self._inboxes.append(inbox if fits else self._new_inbox())
 
     def snapshot(self, stamp: Stamp) -> Snapshot | None:
         """Send what was seen on its way to the host and start anew; no host wait.

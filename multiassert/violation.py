@@ -32,7 +32,7 @@ class Violation:
     value: int | float  # the offending value, or the worst one; for misaligned, its distance from the page's start
     bound: int | float | None  # the bound it broke; None where there is none, or where it is a tensor
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the tensor that the site saw last in this step
     order: int  # among the sites hit in the same step: 0 came first in the program
     headline: str = dataclasses.field(repr=False)  # what went wrong, in words; the message follows it
 

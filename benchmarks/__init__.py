@@ -1,0 +1,1 @@
+"""Benchmarks: each module prints its numbers when it is run with `python -m`."""

@@ -1,0 +1,464 @@
+"""The way of a violation: reported once, none lost, the first cause first."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import pickle
+import threading
+
+import pytest
+import torch
+
+import multiassert
+from conftest import ChildRun
+from multiassert import AsyncAssertionError, Violation, maybe_detect_nan, maybe_detect_oob
+
+CLEAN = torch.zeros(4, 8)
+
+
+def with_nan(row: int, rows: int = 4) -> torch.Tensor:
+    tensor = torch.zeros(rows, 8)
+    tensor[row, 3] = float("nan")
+    return tensor
+
+
+def test_a_record_says_what_where_and_when() -> None:
+    with multiassert.override("warn"):
+        for step in range(6):
+            maybe_detect_nan(with_nan(1) if step == 3 else CLEAN, "target logits")
+            ids = torch.tensor([5, 7, 900, 3]) if step == 4 else torch.tensor([5, 7, 9, 3])
+            maybe_detect_oob(ids, 0, 100, "ids")
+            multiassert.step(tag=f"batch {step}", rows=["req-a", "req-b", "req-c", "req-d"])
+        nan, high = multiassert.drain()
+    assert (nan.kind, nan.message, nan.step, nan.tag, nan.rows) == ("nan", "target logits", 3, "batch 3", (1,))
+    assert nan.row_names == ("req-b",)
+    assert (nan.platform, nan.device, nan.dtype, nan.shape) == ("cpu", torch.device("cpu"), torch.float32, (4, 8))
+    assert nan.bound is None
+    assert nan.value != nan.value
+    assert nan.site.file == __file__
+    assert nan.site.function == "test_a_record_says_what_where_and_when"
+    assert "maybe_detect_nan" in pathlib.Path(__file__).read_text().splitlines()[nan.site.line - 1]
+    assert (high.kind, high.step, high.rows, high.value, high.bound) == ("high", 4, (2,), 900, 100)
+    assert high.row_names == ("req-c",)
+
+
+def test_two_sites_hit_in_one_step_come_in_program_order() -> None:
+    with multiassert.override("raise"):
+        maybe_detect_nan(CLEAN, "first, clean")
+        maybe_detect_oob(torch.tensor([-1]), 0, 4, "second")
+        maybe_detect_nan(with_nan(0), "third")
+        with pytest.raises(AsyncAssertionError) as raised:
+            multiassert.step()
+    assert [(v.message, v.order) for v in raised.value.violations] == [("second", 0), ("third", 1)]
+
+
+def test_the_first_cause_comes_first_although_its_site_was_registered_last() -> None:
+    with multiassert.override("warn"):
+        for step in range(3):
+            if step == 1:
+                maybe_detect_nan(with_nan(2), "the cause")
+            maybe_detect_nan(with_nan(2) if step == 2 else CLEAN, "what follows")
+            multiassert.step()
+        violations = multiassert.drain()
+    assert [(v.message, v.step) for v in violations] == [("the cause", 1), ("what follows", 2)]
+
+
+def test_a_second_violation_after_the_first_was_raised_is_raised_too() -> None:
+    with multiassert.override("raise"):
+        maybe_detect_nan(with_nan(0), "first")
+        with pytest.raises(AsyncAssertionError, match="first"):
+            multiassert.step()
+        maybe_detect_nan(with_nan(3), "second")
+        with pytest.raises(AsyncAssertionError, match="second") as raised:
+            multiassert.step()
+        assert [(v.message, v.step, v.rows) for v in raised.value.violations] == [("second", 1, (3,))]
+        multiassert.step()
+        multiassert.raise_if_error()
+
+
+def test_the_next_probe_raises_what_was_seen_before() -> None:
+    def probe_until_it_raises() -> None:
+        maybe_detect_nan(with_nan(0), "bad")
+        for _ in range(10 * multiassert.delivery.CALLS_BETWEEN_SNAPSHOTS):
+            maybe_detect_nan(CLEAN, "fine")
+
+    with multiassert.override("raise"), pytest.raises(AsyncAssertionError, match="bad"):
+        probe_until_it_raises()
+    assert multiassert.drain() == []
+
+
+def test_without_step_poll_sends_and_looks() -> None:
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(2), "no step")
+        (violation,) = multiassert.poll()
+        assert (violation.rows, violation.step) == ((2,), 0)
+        assert multiassert.poll() == []
+        assert multiassert.drain() == []
+
+
+def test_with_steps_poll_sends_nothing_itself() -> None:
+    with multiassert.override("warn"):
+        multiassert.step()
+        maybe_detect_nan(with_nan(2), "this step")
+        assert multiassert.poll() == []
+        multiassert.step()
+        assert [v.step for v in multiassert.poll()] == [1]
+
+
+def test_a_hit_in_a_thread_reaches_the_main_thread() -> None:
+    with multiassert.override("warn"):
+        thread = threading.Thread(target=lambda: maybe_detect_nan(with_nan(1), "in a thread"))
+        thread.start()
+        thread.join()
+        assert [v.message for v in multiassert.drain()] == ["in a thread"]
+
+
+def test_threads_lose_no_violation() -> None:
+    threads_count, calls = 8, 200
+    sites = [multiassert.site(f"thread {number}") for number in range(threads_count)]
+
+    def probe(number: int) -> None:
+        for turn in range(calls):
+            maybe_detect_nan(
+                with_nan(number, threads_count) if turn == 77 else torch.zeros(threads_count, 8), sites[number]
+            )
+
+    seen: list[Violation] = []
+    remove = multiassert.on_violation(seen.append)
+    with multiassert.override("warn"):
+        threads = [threading.Thread(target=probe, args=(number,)) for number in range(threads_count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        returned = multiassert.drain()
+    remove()
+    assert sorted((v.message, v.rows) for v in returned) == [(f"thread {n}", (n,)) for n in range(threads_count)]
+    assert sorted(v.message for v in seen) == sorted(v.message for v in returned)
+
+
+def test_one_site_hit_by_all_threads_keeps_every_row() -> None:
+    shared = multiassert.site("shared")
+    with multiassert.override("warn"):
+        threads = [
+            threading.Thread(target=lambda row=row: [maybe_detect_nan(with_nan(row, 16), shared) for _ in range(50)])
+            for row in range(16)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rows = {row for violation in multiassert.drain() for row in violation.rows}
+    assert rows == set(range(16))
+
+
+def test_a_callback_that_raises_is_logged_and_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def bad_callback(violation: Violation) -> None:
+        raise OSError("the callback's own trouble")
+
+    removes = [multiassert.on_violation(bad_callback), multiassert.on_violation(lambda v: seen.append(v.message))]
+    with multiassert.override("raise"), pytest.raises(AsyncAssertionError) as raised:
+        maybe_detect_nan(with_nan(0), "one")
+        maybe_detect_nan(with_nan(0), "two")
+        multiassert.step()
+    for remove in removes:
+        remove()
+    assert [v.message for v in raised.value.violations] == ["one", "two"]
+    assert seen == ["one", "two"]
+    assert caplog.text.count("OSError: the callback's own trouble") == 2
+
+
+def test_a_callback_that_looks_itself_takes_nothing_away() -> None:
+    looked: list[object] = []
+    remove = multiassert.on_violation(lambda v: looked.append(multiassert.drain()))
+    with multiassert.override("raise"), pytest.raises(AsyncAssertionError, match="seen"):
+        maybe_detect_nan(with_nan(0), "seen")
+        multiassert.step()
+    remove()
+    assert looked == [[]]
+
+
+def test_callbacks_see_every_mode_and_can_be_taken_off() -> None:
+    seen: list[str] = []
+    remove = multiassert.on_violation(lambda v: seen.append(v.message))
+    with multiassert.override("auto"), pytest.raises(AsyncAssertionError):
+        maybe_detect_nan(with_nan(0), "auto")
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0), "warn")
+        multiassert.drain()
+    with multiassert.override("raise"), pytest.raises(AsyncAssertionError):
+        maybe_detect_nan(with_nan(0), "raise")
+        multiassert.drain()
+    remove()
+    remove()
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0), "after")
+        multiassert.drain()
+    assert seen == ["auto", "warn", "raise"]
+
+
+def test_a_record_keeps_the_mode_it_was_made_in() -> None:
+    with multiassert.override("raise"):
+        maybe_detect_nan(with_nan(0), "made in raise")
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0), "made in warn")
+    with pytest.raises(AsyncAssertionError) as raised:
+        multiassert.drain()
+    assert [v.message for v in raised.value.violations] == ["made in raise"]
+    assert [v.message for v in multiassert.drain()] == ["made in warn"]
+
+
+def test_raise_if_error_raises_in_mode_warn() -> None:
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0), "only warned")
+        with pytest.raises(AsyncAssertionError, match="NaN detected! only warned"):
+            multiassert.raise_if_error()
+        multiassert.raise_if_error()
+
+
+def test_warn_nan_never_raises() -> None:
+    with multiassert.override("raise"):
+        multiassert.maybe_warn_nan(with_nan(1), "heals it later")
+        multiassert.step()
+        assert [v.message for v in multiassert.drain()] == ["heals it later"]
+    with multiassert.override("auto"):
+        multiassert.maybe_warn_nan(with_nan(1), "on CPU too")
+        assert [v.rows for v in multiassert.drain()] == [(1,)]
+
+
+def test_suspend_records_nothing_in_this_thread_only() -> None:
+    with multiassert.override("warn"), multiassert.suspend(), multiassert.suspend():
+        maybe_detect_nan(with_nan(0), "warm-up")
+        other = threading.Thread(target=lambda: maybe_detect_nan(with_nan(0), "other thread"))
+        other.start()
+        other.join()
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0), "after")
+    assert [v.message for v in multiassert.drain()] == ["other thread", "after"]
+
+
+def test_suspend_ends_when_the_body_raises() -> None:
+    with multiassert.override("auto"):
+        with pytest.raises(KeyError), multiassert.suspend():
+            raise KeyError
+        with pytest.raises(AsyncAssertionError):
+            maybe_detect_nan(with_nan(0))
+
+
+def test_messages_are_called_only_on_a_violation() -> None:
+    calls: list[int] = []
+
+    def message() -> str:
+        calls.append(1)
+        return "computed"
+
+    for mode in ("off", "auto", "warn", "raise"):
+        with multiassert.override(mode):
+            maybe_detect_nan(CLEAN, message)
+            multiassert.drain()
+    assert calls == []
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0), message)
+        assert [v.message for v in multiassert.drain()] == ["computed"]
+    assert calls == [1]
+
+
+def test_a_message_that_raises_loses_no_violation() -> None:
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0), lambda: str(1 // 0))
+        (violation,) = multiassert.drain()
+    assert "ZeroDivisionError" in violation.message
+
+
+def test_warnings_are_throttled_per_site(caplog: pytest.LogCaptureFixture) -> None:
+    with multiassert.override("warn"), caplog.at_level(logging.WARNING, "multiassert"):
+        for _ in range(20):
+            maybe_detect_nan(with_nan(0), "chatty")
+            maybe_detect_nan(with_nan(0), "chatty too")
+            multiassert.step()
+        assert len(multiassert.drain()) == 40
+    assert len(caplog.records) == 2
+
+
+def test_the_log_line_is_frozen() -> None:
+    with multiassert.override("warn"):
+        maybe_detect_oob(torch.tensor([[3], [-7]], dtype=torch.int32), 0, 5, 'ids "of"\nrequest')
+        multiassert.step(tag="t", rows=["a", "b c"])
+        (violation,) = multiassert.drain()
+    site = f"{violation.site.file}:{violation.site.line}:test_the_log_line_is_frozen"
+    assert violation.log_line == (
+        'multiassert violation kind=low platform=cpu device=cpu rank=- step=0 tag="t" order=0 rows=1 row_names=["b c"] '
+        f'value=-7 bound=0 dtype=int32 shape=2x1 site="{site}" message="ids \\"of\\"\\nrequest"'
+    )
+
+
+def test_the_rank_is_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(0))
+        assert [v.rank for v in multiassert.drain()] == [3]
+
+
+def test_the_error_goes_through_pickle_and_keeps_its_text() -> None:
+    with multiassert.override("auto"), pytest.raises(AsyncAssertionError) as raised:
+        maybe_detect_nan(with_nan(2), "pickled")
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert str(copy) == str(raised.value)
+    assert copy.violations[0].rows == (2,)
+
+
+def test_the_error_says_which_is_the_first_cause_and_where() -> None:
+    with multiassert.override("raise"), pytest.raises(AsyncAssertionError) as raised:
+        for row in range(20):
+            maybe_detect_nan(with_nan(row, 20), f"probe {row}")
+        multiassert.step()
+    text = str(raised.value)
+    assert text.startswith("NaN detected! probe 0\n")
+    assert __file__ in text
+    assert "and 4 more in .violations" in text
+    assert "The first is the first cause" in text
+
+
+def test_more_rows_than_the_state_holds_are_told_as_ranges() -> None:
+    tensor = torch.zeros(1000, 2)
+    tensor[777] = float("nan")
+    tensor[999] = float("nan")
+    with multiassert.override("warn"):
+        maybe_detect_nan(tensor, "tokens")
+        (violation,) = multiassert.drain()
+    assert [777 in rows for rows in violation.rows] == [True, False]
+    assert violation.rows[1] == range(996, 1000)
+
+
+def test_a_step_that_finds_all_buffers_under_way_loses_nothing() -> None:
+    """Snapshots that do not arrive: the host is ahead of the device, and the next record covers a range of steps."""
+    arrives = False
+    with multiassert.override("warn"):
+        maybe_detect_nan(CLEAN, "probe")
+        (state,) = multiassert.state.all_states()
+
+        class Event:
+            def query(self) -> bool:
+                return arrives
+
+            def synchronize(self) -> None:
+                nonlocal arrives
+                arrives = True
+
+        state.backend = type("Late", (type(state.backend),), {"record_event": lambda self, stream: Event()})()
+        for step in range(10):
+            maybe_detect_nan(with_nan(step, 10), "probe")
+            multiassert.step()
+        assert multiassert.poll() == []
+        violations = multiassert.drain()
+    assert [v.step for v in violations] == [0, 1, 2, 3, (4, 10)]
+    assert [v.rows for v in violations] == [(0,), (1,), (2,), (3,), (4, 5, 6, 7, 8, 9)]
+
+
+def test_bounds_that_vary_are_compared_with_what_was_seen_under_them() -> None:
+    with multiassert.override("warn"):
+        for step in range(50):
+            for length in (step + 1, 1000 + step):
+                maybe_detect_oob(torch.tensor([step + 1 if length == step + 1 == 31 else 0]), 0, length, "positions")
+            multiassert.step()
+        (violation,) = multiassert.drain()
+        assert (violation.step, violation.value, violation.bound) == (30, 31, 31)
+        (state,) = multiassert.state.all_states()
+        assert sum(len(page.slots) for page in state._pages) <= 8
+
+
+def test_many_messages_at_one_place_share_a_site_and_keep_their_text() -> None:
+    with multiassert.override("warn"):
+        for number in range(600):
+            maybe_detect_nan(with_nan(0) if number == 590 else CLEAN, f"message {number}")
+            multiassert.step()
+        assert [v.message for v in multiassert.drain()] == ["message 590"]
+        (state,) = multiassert.state.all_states()
+        assert sum(len(page.slots) for page in state._pages) <= 257
+
+
+def test_state_made_in_inference_mode_works_outside() -> None:
+    with multiassert.override("warn"):
+        with torch.inference_mode():
+            maybe_detect_nan(with_nan(0), "inside")
+            multiassert.step()
+        maybe_detect_nan(with_nan(1), "outside")
+        with torch.inference_mode():
+            maybe_detect_nan(with_nan(2), "inside again")
+        multiassert.step()
+        assert [v.rows for v in multiassert.drain()] == [(0,), (1,), (2,)]
+
+
+def test_autograd_sees_nothing_of_a_probe() -> None:
+    for mode in ("auto", "raise", "trap"):
+        weight = torch.ones(4, 8, requires_grad=True)
+        with multiassert.override(mode):
+            hidden = weight * 2
+            maybe_detect_nan(hidden, "hidden")
+            multiassert.maybe_detect_inf(weight, "weight")
+            multiassert.maybe_assert_sum(hidden, 64)
+            multiassert.step()
+            hidden.sum().backward()
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, torch.full((4, 8), 2.0))
+
+
+EXIT = """
+    import torch, multiassert
+    x = torch.zeros(4, 8)
+    x[2] = float("nan")
+    multiassert.maybe_detect_nan(x, "last step")
+    print("end of the program")
+"""
+
+
+def test_at_exit_mode_raise_ends_with_exit_code_1(run_child: ChildRun) -> None:
+    run = run_child(EXIT, MULTIASSERT="raise")
+    assert run.returncode == 1
+    assert run.stdout == "end of the program\n"
+    assert "NaN detected! last step" in run.stderr
+    assert run.stderr.count("last step") == 1
+
+
+def test_at_exit_mode_warn_logs_and_says_that_nobody_looked(run_child: ChildRun) -> None:
+    run = run_child(EXIT, MULTIASSERT="warn")
+    assert run.returncode == 0
+    assert 'message="last step"' in run.stderr
+    assert "call multiassert.drain()" in run.stderr
+
+
+def test_at_exit_a_clean_run_says_nothing(run_child: ChildRun) -> None:
+    run = run_child(EXIT.replace('float("nan")', "1.0"), MULTIASSERT="raise")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "end of the program\n", "")
+
+
+def test_a_forked_child_reports_its_own_and_not_its_parents(run_child: ChildRun) -> None:
+    run = run_child(
+        """
+        import os, torch, multiassert
+        torch.set_num_threads(1)
+        x = torch.full((2, 2), float("nan"))
+        multiassert.maybe_detect_nan(x, "parent")
+        child = os.fork()
+        multiassert.maybe_detect_nan(x, "child") if child == 0 else None
+        print(child == 0, [v.message for v in multiassert.drain()], flush=True)
+        if child:
+            os.waitpid(child, 0)
+        else:
+            os._exit(0)
+        """,
+        MULTIASSERT="warn",
+    )
+    assert sorted(run.stdout.splitlines()) == ["False ['parent']", "True ['child']"], run.stderr
+
+
+def test_the_users_traceback_ends_in_the_public_call() -> None:
+    with multiassert.override("auto"), pytest.raises(AsyncAssertionError) as raised:
+        maybe_detect_nan(with_nan(0))
+    assert [entry.name for entry in raised.traceback] == [
+        "test_the_users_traceback_ends_in_the_public_call",
+        "maybe_detect_nan",
+    ]
