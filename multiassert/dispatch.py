@@ -84,6 +84,27 @@ def probe(
     `name` is what the public call names its tensor. `only_warn` reports through the deferred state, as mode `warn`.
     Must be called by the public call itself: the site is its caller.
     """
+    if torch.compiler.is_compiling():
+        return _probe_outside_the_graph(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
+    return _probe(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _probe_outside_the_graph(*arguments: Any) -> AsyncAssertionError | None:
+    """A probe in compiled code breaks the graph, and runs as in eager code."""
+    return _probe(*arguments)
+
+
+def _probe(
+    predicate: Callable[..., Observation | None],
+    tensor: Tensor,
+    arguments: tuple[Any, ...],
+    message: Message | Site,
+    where: Tensor | None,
+    num_valid: SupportsIndex | Tensor | None,
+    name: str,
+    only_warn: bool,
+) -> AsyncAssertionError | None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
     route = route_of(tensor.device)
@@ -95,7 +116,7 @@ def probe(
     observation, element_mask, row_mask = _observe(predicate, tensor, arguments, where, num_valid, name)
     if observation is None:
         return None
-    site, own_message = resolve(message, depth=3)
+    site, own_message = resolve(message)
     check = observation.check
     if only_warn or route.mechanism is Mechanism.DEFERRED:
         device_state = state.state_of(route.backend, tensor.device)

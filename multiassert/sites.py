@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import threading
 from collections.abc import Callable
 from types import CodeType
+
+import torch
 
 # Distinct messages that one call place may have, each its own site. Code that formats, say, the step number into the
 # message goes past it; its later messages then share one site, and a record still carries the latest message.
@@ -56,17 +59,32 @@ _places: dict[tuple[int, int], _Place] = {}
 _lock = threading.Lock()
 
 
-def resolve(message: Message | Site, depth: int) -> tuple[Site, Message | None]:
-    """The site of a probe called `depth` frames up, and the message of this call where the site has none of its own."""
-    if isinstance(message, Site):
-        return message, None
-    frame = sys._getframe(depth)
+# Frames of these are not the caller's: our own calls, and torch's between compiled code and a probe outside the graph.
+_OUR_FILES = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("dispatch.py", "probes.py"))
+_TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
+
+
+def _callers_place() -> _Place:
+    """The place in the caller's source from which a probe was called."""
+    frame = sys._getframe(5)  # below it: this, resolve, the two of dispatch, the public call
+    while (name := frame.f_code.co_filename) in _OUR_FILES or name.startswith(_TORCH_FILES):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
     code = frame.f_code
     key = (id(code), frame.f_lasti)
     place = _places.get(key)
     if place is None:
         with _lock:
             place = _places.setdefault(key, _Place(code, frame.f_lineno))
+    return place
+
+
+def resolve(message: Message | Site) -> tuple[Site, Message | None]:
+    """The site of the probe that is being called, and the message of this call where the site has none of its own."""
+    if isinstance(message, Site):
+        return message, None
+    place = _callers_place()
     if not isinstance(message, str):
         if not callable(message):
             raise TypeError(f"msg must be a string, a callable or a Site, got {type(message).__name__}")
