@@ -85,7 +85,8 @@ def probe(
     Must be called by the public call itself: the site is its caller.
     """
     if torch.compiler.is_compiling():
-        return _probe_outside_the_graph(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
+        outside: Callable[..., AsyncAssertionError | None] = _probe_outside_the_graph
+        return outside(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
     return _probe(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
 
 
