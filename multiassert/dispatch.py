@@ -229,7 +229,7 @@ def _require_broadcast(value: Tensor, values: Tensor, what: str, name: str) -> N
     if value.device != values.device:
         raise ValueError(f"{what} must be on the device of {name} ({values.device}), got {value.device}")
     try:
-        broadcast = torch.broadcast_shapes(value.shape, values.shape)  # type: ignore[no-untyped-call]
+        broadcast = torch.broadcast_shapes(value.shape, values.shape)
     except RuntimeError:
         broadcast = None
     if broadcast != values.shape:

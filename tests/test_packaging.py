@@ -43,6 +43,7 @@ def test_the_wheel_holds_the_backends_and_no_package_named_backends(wheel: pathl
     assert {"multiassert/py.typed", "multiassert/probes.py", "multiassert/demo/__init__.py"} <= set(names)
     for source in (ROOT / "backends").glob("*.py"):
         assert f"multiassert/backends/{source.name}" in names
+    assert {"multiassert/backends/operators/npu.txt", "multiassert/simulate/guard.cpp"} <= set(names)
 
 
 def test_the_wheel_works_from_another_folder(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
