@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from multiassert.backends.vendor import VendorOperators
+
 
 class NativeAssert(enum.Enum):
     """What `torch._assert_async` does on a platform when its condition is false."""
@@ -48,6 +50,7 @@ class Backend:
     name: str  # the platform, as in MULTIASSERT_<NAME>
     native: NativeAssert = NativeAssert.UNKNOWN
     native_facts: str = "What torch._assert_async does on this device has not been shown."  # one sentence, with source
+    operators: VendorOperators | None = None  # what is known of the vendor's operators, for the simulated device
 
     def auto(self) -> Mechanism:
         """The mechanism of mode `auto`: native only where it is known to fire without a host wait."""
