@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -155,12 +155,12 @@ def traps(platform: str) -> bool:
 def clean_multiassert() -> Iterator[None]:
     """Probes off, no violation from another test, and none left behind unseen by this one."""
     simulator = simulate.installed()
-    delivery.start_anew()
+    delivery.start_anew(keep_callbacks=False)
     if simulator is not None:
         simulator.reset()
     with multiassert.override("off"):
         yield
-    delivery.start_anew()
+    delivery.start_anew(keep_callbacks=False)
 
 
 @pytest.fixture
@@ -179,6 +179,24 @@ def run_child() -> ChildRun:
         )
 
     return run
+
+
+def finish(device: torch.device) -> None:
+    """Let time pass until the device has done its work."""
+    simulator = simulate.installed()
+    if simulator is not None and simulator.name == device.type:
+        simulator.run_all()
+    elif device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def step_and_finish(device: torch.device, tag: object = None, rows: Sequence[object] | None = None) -> None:
+    """End a step and look at it: on the CPU step() has it at once, elsewhere once the device has done its work."""
+    __tracebackhide__ = True
+    multiassert.step(tag, rows)
+    finish(device)
+    violations = multiassert.poll()
+    assert not violations, "in mode warn, poll() has to be called by the test itself"
 
 
 def to_device(value: Any, device: torch.device) -> Any:

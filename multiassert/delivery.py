@@ -64,10 +64,10 @@ class _Delivery:
         self.under_way: collections.deque[Snapshot] = collections.deque()
         self.to_raise: list[Violation] = []
         self.to_return: list[Violation] = []
+        self.device_failure: RuntimeError | None = None  # to raise when no violation is left to tell
         self.callbacks: list[Callable[[Violation], object]] = []
         self.handing_over = False
         self.log = _Log()
-        self.last_automatic_snapshot = time.monotonic()
         # How many sites were hit in a step, for the order of those that arrive later.
         self.hit_in_step: collections.OrderedDict[int, int] = collections.OrderedDict()
 
@@ -86,7 +86,8 @@ def step(tag: object = None, rows: Sequence[object] | None = None) -> None:
     """End an engine iteration: send what the probes saw on its way to the host, without waiting for any device.
 
     Each device state costs a fixed number of small kernels and one copy into pinned memory; then it starts anew.
-    Snapshots that have arrived meanwhile are looked at: in mode `raise` a violation raises AsyncAssertionError here.
+    Snapshots that have arrived meanwhile are looked at: in mode `raise` a violation raises AsyncAssertionError here. An
+    error of the device itself is raised as it is, once there is nothing else to raise.
     While a graph is being captured, or when the host is several steps ahead of the device, the state goes on
     collecting, and the next snapshot covers a range of steps.
 
@@ -97,6 +98,7 @@ def step(tag: object = None, rows: Sequence[object] | None = None) -> None:
     delivery = _delivery
     with delivery.lock:
         stamp = Stamp(delivery.step, True, tag, None if rows is None else tuple(rows))
+        _hand_over(_arrived())  # first, since it frees the memory of another snapshot
         delivery.step += 1
         delivery.steps_are_called = True
         _send_all(stamp)
@@ -106,19 +108,18 @@ def step(tag: object = None, rows: Sequence[object] | None = None) -> None:
 
 
 def poll() -> list[Violation]:
-    """Look at the snapshots that have arrived; never waits for a device.
+    """Send what was seen so far on its way to the host, and look at what has arrived; never waits for a device.
 
-    Returns the violations of mode `warn` that no earlier call returned, first cause first. Raises
-    AsyncAssertionError for those of mode `raise`. Where step() is never called, what was seen so far is sent on its
-    way first.
+    Returns the violations of mode `warn` that no earlier call returned, first cause first. Raises AsyncAssertionError
+    for those of mode `raise`. Called in the middle of a step, it costs one snapshot more; do that before work that a
+    bad index would crash: a device that has failed sends nothing any more, but what was on its way before is reported.
+    An error of the device itself is raised as it is, once there is nothing else to return or to raise.
     """
     __tracebackhide__ = True
-    if not _delivery.steps_are_called:
+    with _delivery.lock:
+        _hand_over(_arrived())
         _send_all(Stamp(_delivery.step))
-    error = look()
-    if error is not None:
-        raise error
-    return _take_returns()
+    return _look_and_return()
 
 
 def drain() -> list[Violation]:
@@ -128,10 +129,7 @@ def drain() -> list[Violation]:
     """
     __tracebackhide__ = True
     _bring_in_everything()
-    error = look()
-    if error is not None:
-        raise error
-    return _take_returns()
+    return _look_and_return()
 
 
 def raise_if_error() -> None:
@@ -141,9 +139,13 @@ def raise_if_error() -> None:
     with _delivery.lock:
         violations = [*_delivery.to_raise, *_delivery.to_return]
         _delivery.to_raise, _delivery.to_return = [], []
+    failure = _delivery.device_failure
     if violations:
         violations.sort(key=_by_first_cause)
-        raise AsyncAssertionError(violations)
+        raise AsyncAssertionError(violations) from failure
+    if failure is not None:
+        _delivery.device_failure = None
+        raise failure
 
 
 @contextlib.contextmanager
@@ -190,13 +192,13 @@ def current_step() -> int:
     return _delivery.step
 
 
-def after_record(device_state: DeviceState) -> AsyncAssertionError | None:
+def after_record(device_state: DeviceState) -> RuntimeError | None:
     """What a probe does once it has recorded: snapshot if it is time, and look if something is under way."""
     delivery = _delivery
     patience = PATIENCE_WITH_STEPS if delivery.steps_are_called else 1
     if (
         device_state.calls_since_snapshot >= CALLS_BETWEEN_SNAPSHOTS * patience
-        or time.monotonic() - delivery.last_automatic_snapshot > SECONDS_BETWEEN_SNAPSHOTS * patience
+        or time.monotonic() - device_state.unsent_since > SECONDS_BETWEEN_SNAPSHOTS * patience
     ):
         _send_all(Stamp(delivery.step))
     if delivery.under_way or delivery.to_raise:
@@ -204,9 +206,8 @@ def after_record(device_state: DeviceState) -> AsyncAssertionError | None:
     return None
 
 
-def report(violations: Iterable[Violation], raises: bool) -> AsyncAssertionError | None:
+def report(violations: Iterable[Violation], raises: bool) -> RuntimeError | None:
     """Deliver violations that were found without a snapshot."""
-    violations = list(violations)
     _hand_over([(violation, raises) for violation in violations])
     return _error()
 
@@ -263,7 +264,6 @@ def describe(
 
 def _send_all(stamp: Stamp) -> None:
     with _delivery.lock:
-        _delivery.last_automatic_snapshot = time.monotonic()
         for device_state in state.all_states():
             snapshot = device_state.snapshot(stamp)
             if snapshot is not None:
@@ -284,12 +284,30 @@ def _wait_for_all() -> None:
     _hand_over(_arrived())
 
 
-def look() -> AsyncAssertionError | None:
-    """Hand over what has arrived; the error to raise, if any."""
+def look() -> RuntimeError | None:
+    """Hand over what has arrived; the error to raise, if any: violations, or else a failure of the device."""
     if _delivery.under_way:
         with _delivery.lock:
             _hand_over(_arrived())
-    return _error()
+    with _delivery.lock:
+        error, failure = _error(), _delivery.device_failure
+        if error is not None:
+            error.__cause__ = failure
+            return error
+        if not _delivery.to_return:
+            _delivery.device_failure = None
+        return failure
+
+
+def _look_and_return() -> list[Violation]:
+    __tracebackhide__ = True
+    with _delivery.lock:
+        error = look()
+        # A failure of the device waits until the violations that it may follow from have been told.
+        if error is not None and (isinstance(error, AsyncAssertionError) or not _delivery.to_return):
+            raise error
+        violations, _delivery.to_return = _delivery.to_return, []
+    return violations
 
 
 def _error() -> AsyncAssertionError | None:
@@ -300,15 +318,11 @@ def _error() -> AsyncAssertionError | None:
     return AsyncAssertionError(violations) if violations else None
 
 
-def _take_returns() -> list[Violation]:
-    with _delivery.lock:
-        violations, _delivery.to_return = _delivery.to_return, []
-    return violations
-
-
 def _arrived() -> list[tuple[Violation, bool]]:
     """Open the snapshots that have arrived: their violations, and whether each is to be raised."""
     arrived = [snapshot for snapshot in _delivery.under_way if snapshot.arrived()]
+    for snapshot in _delivery.under_way:
+        _delivery.device_failure = snapshot.failure or _delivery.device_failure
     if not arrived:
         return []
     for snapshot in arrived:
@@ -409,13 +423,13 @@ def _drain_at_exit() -> None:
         os._exit(1)
 
 
-def start_anew() -> None:
-    """Forget steps, device states and violations, keep callbacks: the state of a new process.
+def start_anew(keep_callbacks: bool = True) -> None:
+    """Forget steps, device states and violations: the state of a new process.
 
     A forked child has its parent's state in memory, but what is in it is the parent's to report.
     """
     global _delivery
-    callbacks = _delivery.callbacks
+    callbacks = _delivery.callbacks if keep_callbacks else []
     _delivery = _Delivery()
     _delivery.callbacks = callbacks
     suspended_threads.clear()

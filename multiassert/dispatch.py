@@ -18,7 +18,6 @@ from multiassert.backends import Backend, Mechanism
 from multiassert.predicates import Check, Extremes, Observation, extremes
 from multiassert.settings import Mode
 from multiassert.sites import Message, Site, resolve, text_of
-from multiassert.violation import AsyncAssertionError
 
 # A CPU tensor that is looked at in the call tells its rows exactly; there is no state that would have to hold them.
 ALL_ROWS = 2**62
@@ -78,22 +77,18 @@ def probe(
     *,
     name: str = "tensor",
     only_warn: bool = False,
-) -> AsyncAssertionError | None:
+) -> RuntimeError | None:
     """Run a probe on its device; returns the error that its caller has to raise, so that no frame of ours is in it.
 
     `name` is what the public call names its tensor. `only_warn` reports through the deferred state, as mode `warn`.
     Must be called by the public call itself: the site is its caller.
     """
     if torch.compiler.is_compiling():
-        outside: Callable[..., AsyncAssertionError | None] = _probe_outside_the_graph
+        # In compiled code a probe breaks the graph, and runs as in eager code. Made here, and not by a decorator, since
+        # that would import the compiler with us.
+        outside: Callable[..., RuntimeError | None] = torch.compiler.disable(_probe)
         return outside(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
     return _probe(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _probe_outside_the_graph(*arguments: Any) -> AsyncAssertionError | None:
-    """A probe in compiled code breaks the graph, and runs as in eager code."""
-    return _probe(*arguments)
 
 
 def _probe(
@@ -105,7 +100,7 @@ def _probe(
     num_valid: SupportsIndex | Tensor | None,
     name: str,
     only_warn: bool,
-) -> AsyncAssertionError | None:
+) -> RuntimeError | None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
     route = route_of(tensor.device)

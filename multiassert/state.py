@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ SNAPSHOTS_IN_FLIGHT = 4  # beyond it the state goes on collecting, and the next 
 
 LOWER, UPPER = 0, 1
 ABOVE_FLOOR, BELOW_CEILING = 2, 1  # bits of a cell's code; a fine cell has all the bits its page checks
+NOT_SENT = 0xFF  # what the host puts where the last code will arrive: no cell has this code
 
 # Orders what was seen across slots, streams and threads by when the host issued it.
 _sequence = itertools.count()
@@ -150,17 +152,28 @@ class Snapshot:
     ) -> None:
         self.state = state
         self.stamp = stamp
+        self.failure: RuntimeError | None = None  # what the device said instead of an answer
         self._parts = parts
         self._seen = seen
         self._inbox = inbox
+        self._last_byte = parts[-1].codes.stop - 1
         self._event = state.backend.record_event(state.stream)
 
     def arrived(self) -> bool:
-        return self._event is None or self._event.query()
+        """Whether the copy is on the host. A device that has failed answers nothing, but what it sent before is here."""
+        try:
+            return self._event is None or self._event.query()
+        except RuntimeError as failure:
+            self.failure = failure
+            return bool(self._inbox[self._last_byte] != NOT_SENT)
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        """Wait until it has arrived; a failure of the device is kept, not raised."""
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+        except RuntimeError as failure:
+            self.failure = failure
 
     def open(self) -> list[Hit]:
         """The hits in a snapshot that has arrived; gives its memory back, so it can be opened once."""
@@ -197,6 +210,7 @@ class DeviceState:
         self.device = device
         self.stream = stream
         self.calls_since_snapshot = 0
+        self.unsent_since = 0.0  # when the first of these calls was, by the monotonic clock
         self._lock = threading.RLock()
         self._pages: list[Page] = []
         self._slots: dict[Key, Slot] = {}
@@ -231,6 +245,8 @@ class DeviceState:
                 seen.raises |= raises
                 seen.shape = shape
                 seen.message = message
+            if not self.calls_since_snapshot:
+                self.unsent_since = time.monotonic()
             self.calls_since_snapshot += 1
             rows = (upper if upper is not None else lower).shape[0]  # type: ignore[union-attr]
             slot.page.rows_in_use = max(slot.page.rows_in_use, rows)
@@ -311,6 +327,7 @@ class DeviceState:
                 for part in parts:
                     self._judge(part)
                 size = parts[-1].codes.stop
+                inbox[size - 1] = NOT_SENT
                 inbox[:size].copy_(self._outbox[:size], non_blocking=True)
                 snapshot = Snapshot(self, stamp, parts, self._seen, inbox)
             self._start_anew(stamp.step + stamp.ends_step)

@@ -19,7 +19,7 @@ DEVICE_TYPES = ("cpu", "cuda", "npu", "musa", "xpu", "mps", "hpu")
 
 
 @pytest.mark.parametrize(
-    ("platform", "native", "auto"),
+    ("name", "native", "auto"),
     [
         ("cpu", NativeAssert.RAISES, Mechanism.IMMEDIATE),
         ("cuda", NativeAssert.FIRES, Mechanism.NATIVE),
@@ -29,9 +29,9 @@ DEVICE_TYPES = ("cpu", "cuda", "npu", "musa", "xpu", "mps", "hpu")
         ("hpu", NativeAssert.UNKNOWN, Mechanism.DEFERRED),
     ],
 )
-def test_what_auto_chooses(platform: str, native: NativeAssert, auto: Mechanism) -> None:
-    backend = backends.named(platform)
-    assert (backend.name, backend.native, backend.auto()) == (platform, native, auto)
+def test_what_auto_chooses(name: str, native: NativeAssert, auto: Mechanism) -> None:
+    backend = backends.named(name)
+    assert (backend.name, backend.native, backend.auto()) == (name, native, auto)
     assert backend.native_facts in backend.why()
     assert f"auto is {auto.value}" in backend.why()
 

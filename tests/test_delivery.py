@@ -11,29 +11,33 @@ import pytest
 import torch
 
 import multiassert
-from conftest import ChildRun
+from conftest import ChildRun, finish, step_and_finish
 from multiassert import AsyncAssertionError, Violation, maybe_detect_nan, maybe_detect_oob
 
-CLEAN = torch.zeros(4, 8)
+
+def clean(device: torch.device | None = None) -> torch.Tensor:
+    return torch.zeros(4, 8, device=device)
 
 
-def with_nan(row: int, rows: int = 4) -> torch.Tensor:
+def with_nan(row: int, rows: int = 4, device: torch.device | None = None) -> torch.Tensor:
     tensor = torch.zeros(rows, 8)
     tensor[row, 3] = float("nan")
-    return tensor
+    return tensor.to(device or "cpu")
 
 
-def test_a_record_says_what_where_and_when() -> None:
+def test_a_record_says_what_where_and_when(device: torch.device, platform: str) -> None:
     with multiassert.override("warn"):
         for step in range(6):
-            maybe_detect_nan(with_nan(1) if step == 3 else CLEAN, "target logits")
-            ids = torch.tensor([5, 7, 900, 3]) if step == 4 else torch.tensor([5, 7, 9, 3])
+            maybe_detect_nan(with_nan(1, device=device) if step == 3 else clean(device), "target logits")
+            ids = (
+                torch.tensor([5, 7, 900, 3], device=device) if step == 4 else torch.tensor([5, 7, 9, 3], device=device)
+            )
             maybe_detect_oob(ids, 0, 100, "ids")
             multiassert.step(tag=f"batch {step}", rows=["req-a", "req-b", "req-c", "req-d"])
         nan, high = multiassert.drain()
     assert (nan.kind, nan.message, nan.step, nan.tag, nan.rows) == ("nan", "target logits", 3, "batch 3", (1,))
     assert nan.row_names == ("req-b",)
-    assert (nan.platform, nan.device, nan.dtype, nan.shape) == ("cpu", torch.device("cpu"), torch.float32, (4, 8))
+    assert (nan.platform, nan.device, nan.dtype, nan.shape) == (platform, device, torch.float32, (4, 8))
     assert nan.bound is None
     assert nan.value != nan.value
     assert nan.site.file == __file__
@@ -43,85 +47,85 @@ def test_a_record_says_what_where_and_when() -> None:
     assert high.row_names == ("req-c",)
 
 
-def test_two_sites_hit_in_one_step_come_in_program_order() -> None:
+def test_two_sites_hit_in_one_step_come_in_program_order(device: torch.device) -> None:
     with multiassert.override("raise"):
-        maybe_detect_nan(CLEAN, "first, clean")
-        maybe_detect_oob(torch.tensor([-1]), 0, 4, "second")
-        maybe_detect_nan(with_nan(0), "third")
+        maybe_detect_nan(clean(device), "first, clean")
+        maybe_detect_oob(torch.tensor([-1], device=device), 0, 4, "second")
+        maybe_detect_nan(with_nan(0, device=device), "third")
         with pytest.raises(AsyncAssertionError) as raised:
-            multiassert.step()
+            step_and_finish(device)
     assert [(v.message, v.order) for v in raised.value.violations] == [("second", 0), ("third", 1)]
 
 
-def test_the_first_cause_comes_first_although_its_site_was_registered_last() -> None:
+def test_the_first_cause_comes_first_although_its_site_was_registered_last(device: torch.device) -> None:
     with multiassert.override("warn"):
         for step in range(3):
             if step == 1:
-                maybe_detect_nan(with_nan(2), "the cause")
-            maybe_detect_nan(with_nan(2) if step == 2 else CLEAN, "what follows")
+                maybe_detect_nan(with_nan(2, device=device), "the cause")
+            maybe_detect_nan(with_nan(2, device=device) if step == 2 else clean(device), "what follows")
             multiassert.step()
         violations = multiassert.drain()
     assert [(v.message, v.step) for v in violations] == [("the cause", 1), ("what follows", 2)]
 
 
-def test_a_second_violation_after_the_first_was_raised_is_raised_too() -> None:
+def test_a_second_violation_after_the_first_was_raised_is_raised_too(device: torch.device) -> None:
     with multiassert.override("raise"):
-        maybe_detect_nan(with_nan(0), "first")
+        maybe_detect_nan(with_nan(0, device=device), "first")
         with pytest.raises(AsyncAssertionError, match="first"):
-            multiassert.step()
-        maybe_detect_nan(with_nan(3), "second")
+            step_and_finish(device)
+        maybe_detect_nan(with_nan(3, device=device), "second")
         with pytest.raises(AsyncAssertionError, match="second") as raised:
-            multiassert.step()
+            step_and_finish(device)
         assert [(v.message, v.step, v.rows) for v in raised.value.violations] == [("second", 1, (3,))]
-        multiassert.step()
+        step_and_finish(device)
         multiassert.raise_if_error()
 
 
-def test_the_next_probe_raises_what_was_seen_before() -> None:
+def test_the_next_probe_raises_what_was_seen_before(device: torch.device) -> None:
     def probe_until_it_raises() -> None:
-        maybe_detect_nan(with_nan(0), "bad")
-        for _ in range(10 * multiassert.delivery.CALLS_BETWEEN_SNAPSHOTS):
-            maybe_detect_nan(CLEAN, "fine")
+        maybe_detect_nan(with_nan(0, device=device), "bad")
+        for _ in range(2 * multiassert.delivery.CALLS_BETWEEN_SNAPSHOTS):
+            maybe_detect_nan(clean(device), "fine")
+            finish(device)
 
     with multiassert.override("raise"), pytest.raises(AsyncAssertionError, match="bad"):
         probe_until_it_raises()
     assert multiassert.drain() == []
 
 
-def test_without_step_poll_sends_and_looks() -> None:
+def test_poll_sends_what_was_seen_so_far(device: torch.device) -> None:
     with multiassert.override("warn"):
-        maybe_detect_nan(with_nan(2), "no step")
-        (violation,) = multiassert.poll()
-        assert (violation.rows, violation.step) == ((2,), 0)
+        multiassert.step()
+        maybe_detect_nan(with_nan(2, device=device), "in the middle of step 1")
+        found = multiassert.poll()
+        finish(device)
+        found += multiassert.poll()
+        assert [(v.rows, v.step) for v in found] == [((2,), 1)]
+        multiassert.step()
+        finish(device)
         assert multiassert.poll() == []
         assert multiassert.drain() == []
 
 
-def test_with_steps_poll_sends_nothing_itself() -> None:
+def test_a_hit_in_a_thread_reaches_the_main_thread(device: torch.device) -> None:
     with multiassert.override("warn"):
-        multiassert.step()
-        maybe_detect_nan(with_nan(2), "this step")
-        assert multiassert.poll() == []
-        multiassert.step()
-        assert [v.step for v in multiassert.poll()] == [1]
-
-
-def test_a_hit_in_a_thread_reaches_the_main_thread() -> None:
-    with multiassert.override("warn"):
-        thread = threading.Thread(target=lambda: maybe_detect_nan(with_nan(1), "in a thread"))
+        thread = threading.Thread(target=lambda: maybe_detect_nan(with_nan(1, device=device), "in a thread"))
         thread.start()
         thread.join()
         assert [v.message for v in multiassert.drain()] == ["in a thread"]
 
 
-def test_threads_lose_no_violation() -> None:
+def test_threads_lose_no_violation(device: torch.device) -> None:
     threads_count, calls = 8, 200
     sites = [multiassert.site(f"thread {number}") for number in range(threads_count)]
 
     def probe(number: int) -> None:
         for turn in range(calls):
             maybe_detect_nan(
-                with_nan(number, threads_count) if turn == 77 else torch.zeros(threads_count, 8), sites[number]
+                with_nan(number, threads_count, device=device)
+                if turn == 77
+                else torch.zeros(threads_count, 8, device=device),
+                sites[number],
             )
 
     seen: list[Violation] = []
@@ -138,11 +142,13 @@ def test_threads_lose_no_violation() -> None:
     assert sorted(v.message for v in seen) == sorted(v.message for v in returned)
 
 
-def test_one_site_hit_by_all_threads_keeps_every_row() -> None:
+def test_one_site_hit_by_all_threads_keeps_every_row(device: torch.device) -> None:
     shared = multiassert.site("shared")
     with multiassert.override("warn"):
         threads = [
-            threading.Thread(target=lambda row=row: [maybe_detect_nan(with_nan(row, 16), shared) for _ in range(50)])
+            threading.Thread(
+                target=lambda row=row: [maybe_detect_nan(with_nan(row, 16, device=device), shared) for _ in range(50)]
+            )
             for row in range(16)
         ]
         for thread in threads:
@@ -153,7 +159,9 @@ def test_one_site_hit_by_all_threads_keeps_every_row() -> None:
     assert rows == set(range(16))
 
 
-def test_a_callback_that_raises_is_logged_and_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_is_logged_and_loses_nothing(
+    caplog: pytest.LogCaptureFixture, device: torch.device
+) -> None:
     seen: list[str] = []
 
     def bad_callback(violation: Violation) -> None:
@@ -161,9 +169,9 @@ def test_a_callback_that_raises_is_logged_and_loses_nothing(caplog: pytest.LogCa
 
     removes = [multiassert.on_violation(bad_callback), multiassert.on_violation(lambda v: seen.append(v.message))]
     with multiassert.override("raise"), pytest.raises(AsyncAssertionError) as raised:
-        maybe_detect_nan(with_nan(0), "one")
-        maybe_detect_nan(with_nan(0), "two")
-        multiassert.step()
+        maybe_detect_nan(with_nan(0, device=device), "one")
+        maybe_detect_nan(with_nan(0, device=device), "two")
+        step_and_finish(device)
     for remove in removes:
         remove()
     assert [v.message for v in raised.value.violations] == ["one", "two"]
@@ -171,12 +179,12 @@ def test_a_callback_that_raises_is_logged_and_loses_nothing(caplog: pytest.LogCa
     assert caplog.text.count("OSError: the callback's own trouble") == 2
 
 
-def test_a_callback_that_looks_itself_takes_nothing_away() -> None:
+def test_a_callback_that_looks_itself_takes_nothing_away(device: torch.device) -> None:
     looked: list[object] = []
     remove = multiassert.on_violation(lambda v: looked.append(multiassert.drain()))
     with multiassert.override("raise"), pytest.raises(AsyncAssertionError, match="seen"):
-        maybe_detect_nan(with_nan(0), "seen")
-        multiassert.step()
+        maybe_detect_nan(with_nan(0, device=device), "seen")
+        step_and_finish(device)
     remove()
     assert looked == [[]]
 
@@ -200,43 +208,43 @@ def test_callbacks_see_every_mode_and_can_be_taken_off() -> None:
     assert seen == ["auto", "warn", "raise"]
 
 
-def test_a_record_keeps_the_mode_it_was_made_in() -> None:
+def test_a_record_keeps_the_mode_it_was_made_in(device: torch.device) -> None:
     with multiassert.override("raise"):
-        maybe_detect_nan(with_nan(0), "made in raise")
+        maybe_detect_nan(with_nan(0, device=device), "made in raise")
     with multiassert.override("warn"):
-        maybe_detect_nan(with_nan(0), "made in warn")
+        maybe_detect_nan(with_nan(0, device=device), "made in warn")
     with pytest.raises(AsyncAssertionError) as raised:
         multiassert.drain()
     assert [v.message for v in raised.value.violations] == ["made in raise"]
     assert [v.message for v in multiassert.drain()] == ["made in warn"]
 
 
-def test_raise_if_error_raises_in_mode_warn() -> None:
+def test_raise_if_error_raises_in_mode_warn(device: torch.device) -> None:
     with multiassert.override("warn"):
-        maybe_detect_nan(with_nan(0), "only warned")
+        maybe_detect_nan(with_nan(0, device=device), "only warned")
         with pytest.raises(AsyncAssertionError, match="NaN detected! only warned"):
             multiassert.raise_if_error()
         multiassert.raise_if_error()
 
 
-def test_warn_nan_never_raises() -> None:
+def test_warn_nan_never_raises(device: torch.device) -> None:
     with multiassert.override("raise"):
-        multiassert.maybe_warn_nan(with_nan(1), "heals it later")
+        multiassert.maybe_warn_nan(with_nan(1, device=device), "heals it later")
         multiassert.step()
         assert [v.message for v in multiassert.drain()] == ["heals it later"]
     with multiassert.override("auto"):
-        multiassert.maybe_warn_nan(with_nan(1), "on CPU too")
+        multiassert.maybe_warn_nan(with_nan(1, device=device), "on CPU too")
         assert [v.rows for v in multiassert.drain()] == [(1,)]
 
 
-def test_suspend_records_nothing_in_this_thread_only() -> None:
+def test_suspend_records_nothing_in_this_thread_only(device: torch.device) -> None:
     with multiassert.override("warn"), multiassert.suspend(), multiassert.suspend():
-        maybe_detect_nan(with_nan(0), "warm-up")
-        other = threading.Thread(target=lambda: maybe_detect_nan(with_nan(0), "other thread"))
+        maybe_detect_nan(with_nan(0, device=device), "warm-up")
+        other = threading.Thread(target=lambda: maybe_detect_nan(with_nan(0, device=device), "other thread"))
         other.start()
         other.join()
     with multiassert.override("warn"):
-        maybe_detect_nan(with_nan(0), "after")
+        maybe_detect_nan(with_nan(0, device=device), "after")
     assert [v.message for v in multiassert.drain()] == ["other thread", "after"]
 
 
@@ -248,7 +256,7 @@ def test_suspend_ends_when_the_body_raises() -> None:
             maybe_detect_nan(with_nan(0))
 
 
-def test_messages_are_called_only_on_a_violation() -> None:
+def test_messages_are_called_only_on_a_violation(device: torch.device) -> None:
     calls: list[int] = []
 
     def message() -> str:
@@ -257,48 +265,49 @@ def test_messages_are_called_only_on_a_violation() -> None:
 
     for mode in ("off", "auto", "warn", "raise"):
         with multiassert.override(mode):
-            maybe_detect_nan(CLEAN, message)
+            maybe_detect_nan(clean(device), message)
             multiassert.drain()
     assert calls == []
     with multiassert.override("warn"):
-        maybe_detect_nan(with_nan(0), message)
+        maybe_detect_nan(with_nan(0, device=device), message)
         assert [v.message for v in multiassert.drain()] == ["computed"]
     assert calls == [1]
 
 
-def test_a_message_that_raises_loses_no_violation() -> None:
+def test_a_message_that_raises_loses_no_violation(device: torch.device) -> None:
     with multiassert.override("warn"):
-        maybe_detect_nan(with_nan(0), lambda: str(1 // 0))
+        maybe_detect_nan(with_nan(0, device=device), lambda: str(1 // 0))
         (violation,) = multiassert.drain()
     assert "ZeroDivisionError" in violation.message
 
 
-def test_warnings_are_throttled_per_site(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_throttled_per_site(caplog: pytest.LogCaptureFixture, device: torch.device) -> None:
     with multiassert.override("warn"), caplog.at_level(logging.WARNING, "multiassert"):
         for _ in range(20):
-            maybe_detect_nan(with_nan(0), "chatty")
-            maybe_detect_nan(with_nan(0), "chatty too")
+            maybe_detect_nan(with_nan(0, device=device), "chatty")
+            maybe_detect_nan(with_nan(0, device=device), "chatty too")
             multiassert.step()
         assert len(multiassert.drain()) == 40
     assert len(caplog.records) == 2
 
 
-def test_the_log_line_is_frozen() -> None:
+def test_the_log_line_is_frozen(device: torch.device, platform: str) -> None:
     with multiassert.override("warn"):
-        maybe_detect_oob(torch.tensor([[3], [-7]], dtype=torch.int32), 0, 5, 'ids "of"\nrequest')
+        maybe_detect_oob(torch.tensor([[3], [-7]], dtype=torch.int32, device=device), 0, 5, 'ids "of"\nrequest')
         multiassert.step(tag="t", rows=["a", "b c"])
         (violation,) = multiassert.drain()
     site = f"{violation.site.file}:{violation.site.line}:test_the_log_line_is_frozen"
     assert violation.log_line == (
-        'multiassert violation kind=low platform=cpu device=cpu rank=- step=0 tag="t" order=0 rows=1 row_names=["b c"] '
+        f"multiassert violation kind=low platform={platform} device={device} rank=- step=0 "
+        'tag="t" order=0 rows=1 row_names=["b c"] '
         f'value=-7 bound=0 dtype=int32 shape=2x1 site="{site}" message="ids \\"of\\"\\nrequest"'
     )
 
 
-def test_the_rank_is_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_in_the_record(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setenv("RANK", "3")
     with multiassert.override("warn"):
-        maybe_detect_nan(with_nan(0))
+        maybe_detect_nan(with_nan(0, device=device))
         assert [v.rank for v in multiassert.drain()] == [3]
 
 
@@ -310,11 +319,11 @@ def test_the_error_goes_through_pickle_and_keeps_its_text() -> None:
     assert copy.violations[0].rows == (2,)
 
 
-def test_the_error_says_which_is_the_first_cause_and_where() -> None:
+def test_the_error_says_which_is_the_first_cause_and_where(device: torch.device) -> None:
     with multiassert.override("raise"), pytest.raises(AsyncAssertionError) as raised:
         for row in range(20):
-            maybe_detect_nan(with_nan(row, 20), f"probe {row}")
-        multiassert.step()
+            maybe_detect_nan(with_nan(row, 20, device=device), f"probe {row}")
+        step_and_finish(device)
     text = str(raised.value)
     assert text.startswith("NaN detected! probe 0\n")
     assert __file__ in text
@@ -337,7 +346,7 @@ def test_a_step_that_finds_all_buffers_under_way_loses_nothing() -> None:
     """Snapshots that do not arrive: the host is ahead of the device, and the next record covers a range of steps."""
     arrives = False
     with multiassert.override("warn"):
-        maybe_detect_nan(CLEAN, "probe")
+        maybe_detect_nan(clean(), "probe")
         (state,) = multiassert.state.all_states()
 
         class Event:
@@ -358,11 +367,13 @@ def test_a_step_that_finds_all_buffers_under_way_loses_nothing() -> None:
     assert [v.rows for v in violations] == [(0,), (1,), (2,), (3,), (4, 5, 6, 7, 8, 9)]
 
 
-def test_bounds_that_vary_are_compared_with_what_was_seen_under_them() -> None:
+def test_bounds_that_vary_are_compared_with_what_was_seen_under_them(device: torch.device) -> None:
     with multiassert.override("warn"):
         for step in range(50):
             for length in (step + 1, 1000 + step):
-                maybe_detect_oob(torch.tensor([step + 1 if length == step + 1 == 31 else 0]), 0, length, "positions")
+                maybe_detect_oob(
+                    torch.tensor([step + 1 if length == step + 1 == 31 else 0], device=device), 0, length, "positions"
+                )
             multiassert.step()
         (violation,) = multiassert.drain()
         assert (violation.step, violation.value, violation.bound) == (30, 31, 31)
@@ -370,24 +381,24 @@ def test_bounds_that_vary_are_compared_with_what_was_seen_under_them() -> None:
         assert sum(len(page.slots) for page in state._pages) <= 8
 
 
-def test_many_messages_at_one_place_share_a_site_and_keep_their_text() -> None:
+def test_many_messages_at_one_place_share_a_site_and_keep_their_text(device: torch.device) -> None:
     with multiassert.override("warn"):
         for number in range(600):
-            maybe_detect_nan(with_nan(0) if number == 590 else CLEAN, f"message {number}")
+            maybe_detect_nan(with_nan(0, device=device) if number == 590 else clean(device), f"message {number}")
             multiassert.step()
         assert [v.message for v in multiassert.drain()] == ["message 590"]
         (state,) = multiassert.state.all_states()
         assert sum(len(page.slots) for page in state._pages) <= 257
 
 
-def test_state_made_in_inference_mode_works_outside() -> None:
+def test_state_made_in_inference_mode_works_outside(device: torch.device) -> None:
     with multiassert.override("warn"):
         with torch.inference_mode():
-            maybe_detect_nan(with_nan(0), "inside")
+            maybe_detect_nan(with_nan(0, device=device), "inside")
             multiassert.step()
-        maybe_detect_nan(with_nan(1), "outside")
+        maybe_detect_nan(with_nan(1, device=device), "outside")
         with torch.inference_mode():
-            maybe_detect_nan(with_nan(2), "inside again")
+            maybe_detect_nan(with_nan(2, device=device), "inside again")
         multiassert.step()
         assert [v.rows for v in multiassert.drain()] == [(0,), (1,), (2,)]
 

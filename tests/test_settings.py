@@ -138,10 +138,10 @@ def test_configure_with_an_unknown_mode_changes_nothing(bad: object) -> None:
     assert settings.current is before
 
 
-@pytest.mark.parametrize("platform", ["npu", "musa", "mps", "hpu"])
-def test_trap_is_refused_where_it_would_be_silent_or_would_wait(platform: str) -> None:
-    with pytest.raises(ValueError, match=rf"mode trap is refused on {platform}.*Use raise"):
-        multiassert.configure(**{platform: "trap"})
+@pytest.mark.parametrize("name", ["npu", "musa", "mps", "hpu"])
+def test_trap_is_refused_where_it_would_be_silent_or_would_wait(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"mode trap is refused on {name}.*Use raise"):
+        multiassert.configure(**{name: "trap"})
 
 
 def test_override_nests_and_restores_also_when_the_body_raises() -> None:

@@ -97,10 +97,22 @@ class Layout:
         self.shape, self.stride, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def on_host(value: Any) -> Any:
+    """A tensor as the CPU sees it: device memory as a view with the shape that the tensor has now."""
+    if isinstance(value, torch.device):
+        return HOST
+    return value if value.device.type == "cpu" else host_view(value)
+
+
+def _by_value(value: Any) -> Any:
+    """The same, with a host tensor's contents of now: a kernel takes host scalars by value, when it is called."""
+    return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else on_host(value)
+
+
 def write(destination: Tensor, source: Tensor) -> None:
-    """Copy a CPU tensor into device memory, now."""
+    """Copy a CPU tensor into the CPU's view of device memory."""
     with OnHost():
-        host_view(destination).copy_(source)
+        destination.copy_(source)
 
 
 # The layouts of an operator's results and the written arguments that change shape; None without a meta kernel.
@@ -162,14 +174,19 @@ class Operator:
             _argument(source, arguments, kwargs) if source else _allocate(layout, index)
             for layout, source in zip(layouts, self.results, strict=True)
         ]
-        with OnHost():  # a kernel takes host scalars by value, when it is called
-            frozen = map_leaves(_freeze, arguments), map_leaves(_freeze, kwargs)
+        with OnHost():
+            # As a launched kernel has it: addresses and shapes of now, whatever becomes of the tensors until it runs.
+            launched = map_leaves(_by_value, arguments), map_leaves(_by_value, kwargs)
+            destinations = [
+                [] if source else [host_view(tensor) for tensor in tensors_in(result)]
+                for result, source in zip(results, self.results, strict=True)
+            ]
 
         def run() -> None:
-            computed = self._compute(*frozen)
-            for result, value, source in zip(results, self._as_list(computed), self.results, strict=True):
+            computed = self._compute(*launched)
+            for tensors, value, source in zip(destinations, self._as_list(computed), self.results, strict=True):
                 if source is None:
-                    for destination, content in zip(tensors_in(result), tensors_in(value), strict=True):
+                    for destination, content in zip(tensors, tensors_in(value), strict=True):
                         write(destination, content)
 
         simulator.submit(run, self.name, index)
@@ -179,7 +196,8 @@ class Operator:
         """Compute at once, for what has to know the data."""
         self.device.simulator.raise_fault()
         self.device.simulator.kernels.append(self.name)
-        computed = self._compute(args, kwargs)
+        with OnHost():
+            computed = self._compute(map_leaves(on_host, args), map_leaves(on_host, kwargs))
         results = [
             _argument(source, args, kwargs) if source else map_leaves(lambda t: _upload(t, index), value)
             for value, source in zip(self._as_list(computed), self.results, strict=True)
@@ -209,20 +227,17 @@ class Operator:
         return self.run_now(arguments, kwargs, index)
 
     def _compute(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        def on_cpu(value: Any) -> Any:
-            if isinstance(value, torch.device):
-                return HOST
-            return host_view(value) if value.device.type == self.device.simulator.name else value
-
+        """The CPU's result; the tensors among the arguments are on the CPU."""
+        if self.takes_device:
+            kwargs = {**kwargs, "device": HOST}
+            kwargs.pop("pin_memory", None)
         with OnHost():
-            host_kwargs = map_leaves(on_cpu, kwargs)
-            if self.takes_device:
-                host_kwargs["device"] = HOST
-            host_kwargs.pop("pin_memory", None)
-            return self.overload(*map_leaves(on_cpu, args), **host_kwargs)
+            return self.overload(*args, **kwargs)
 
     def _as_list(self, computed: Any) -> list[Any]:
-        return list(computed) if len(self.results) != 1 and isinstance(computed, (tuple, list)) else [computed]
+        if len(self.results) == 1:
+            return [computed]
+        return list(computed or ())
 
     def _with_numbers_as_tensors(self, args: list[Any]) -> list[Any]:
         """A number that torch wrapped into a tensor reaches a Python kernel as a number: wrap it again."""
@@ -269,7 +284,7 @@ class Operator:
         """What a call leads to, by torch's meta kernel."""
         key: Any = None
         try:
-            key = self.name, _signature(args), _signature(kwargs)
+            key = self.name, _signature(args), _signature(kwargs), torch.get_default_dtype()
             if key in self.device.inferred:
                 known: Inferred = self.device.inferred[key]
                 return known
@@ -320,12 +335,8 @@ def _upload(value: Any, index: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     tensor = allocate(tuple(value.shape), value.stride(), value.dtype, index)
-    write(tensor, value)
+    write(on_host(tensor), value)
     return tensor
-
-
-def _freeze(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
 def _on_meta(value: Any) -> Any:
@@ -359,7 +370,8 @@ def resize(simulator: Simulator, tensor: Tensor, shape: tuple[int, ...], stride:
     if kept:
         with OnHost():
             before, after = tensor.as_strided((kept,), (1,), 0), grown.as_strided((kept,), (1,))
-        simulator.submit(lambda: write(after, host_view(before)), "aten::copy_", tensor.device.index)
+            read, written = on_host(before), on_host(after)
+        simulator.submit(lambda: write(written, read), "aten::copy_", tensor.device.index)
     _set(tensor, grown.untyped_storage(), 0, shape, stride)
 
 
@@ -502,47 +514,44 @@ class SimulatedOperators:
         return tensor
 
     def _copy(self, source: Tensor, destination: Tensor, non_blocking: bool = False) -> Tensor:
-        from_device = source.device.type == self.simulator.name
-        to_device = destination.device.type == self.simulator.name
-        if from_device and to_device:
-            self._copy_on_device(source, destination)
-        elif from_device:
-            self._copy_to_host(source, destination, non_blocking)
+        with OnHost():
+            read, written = on_host(source).expand(destination.shape), on_host(destination)
+        if destination.device.type == "cpu":
+            self._copy_to_host(read, written, source.device.index, non_blocking)
+        elif source.device.type == "cpu":
+            pinned = non_blocking and source.is_pinned()
+            self._copy_to_device(read, written, destination.device.index, non_blocking, pinned)
         else:
-            self._copy_to_device(source, destination, non_blocking)
+            self._copy_on_device(read, written, source.device.index, destination.device.index)
         return destination
 
-    def _copy_on_device(self, source: Tensor, destination: Tensor) -> None:
-        simulator, start, end = self.simulator, source.device.index, destination.device.index
+    # The copies, between CPU views.
+
+    def _copy_on_device(self, read: Tensor, written: Tensor, start: int, end: int) -> None:
+        simulator = self.simulator
         # Between two devices, the current streams of both meet before the copy and after it.
         before = None
         if start != end:
             before = simulator.queue(start, simulator.current_stream(start)), simulator.submit(None, "barrier", start)
-        work = simulator.submit(lambda: write(destination, host_view(source)), "aten::copy_", end, after=before)
+        work = simulator.submit(lambda: write(written, read), "aten::copy_", end, after=before)
         if start != end:
             arrived = simulator.queue(end, simulator.current_stream(end)), work
             simulator.submit(None, "barrier", start, after=arrived)
 
-    def _copy_to_host(self, source: Tensor, destination: Tensor, non_blocking: bool) -> None:
-        def run() -> None:
-            with OnHost():
-                destination.copy_(host_view(source))
-
-        self.simulator.submit(run, "copy to host", source.device.index)
+    def _copy_to_host(self, read: Tensor, written: Tensor, index: int, non_blocking: bool) -> None:
+        self.simulator.submit(lambda: write(written, read), "copy to host", index)
         # The vendors stage a strided destination in unpinned memory, and unpinned memory waits.
-        if not (non_blocking and destination.is_contiguous() and destination.is_pinned()):
+        if not (non_blocking and written.is_contiguous() and written.is_pinned()):
             why = ", although non_blocking: the destination is not contiguous pinned memory" if non_blocking else ""
-            self.simulator.wait_for_stream("copy to host", f"a copy from device to host{why}", source.device.index)
+            self.simulator.wait_for_stream("copy to host", f"a copy from device to host{why}", index)
 
-    def _copy_to_device(self, source: Tensor, destination: Tensor, non_blocking: bool) -> None:
-        pinned = non_blocking and source.is_pinned()
+    def _copy_to_device(self, read: Tensor, written: Tensor, index: int, non_blocking: bool, pinned: bool) -> None:
         with OnHost():
-            content = source if pinned else source.clone()
-        self.simulator.submit(lambda: write(destination, content), "copy to device", destination.device.index)
+            content = read if pinned else read.clone()
+        self.simulator.submit(lambda: write(written, content), "copy to device", index)
         if not non_blocking or (not pinned and self.vendor is not None and self.vendor.unpinned_upload_waits):
             why = ", although non_blocking: the source is not pinned" if non_blocking else ""
-            what = f"a copy from host to device{why}"
-            self.simulator.wait_for_stream("copy to device", what, destination.device.index)
+            self.simulator.wait_for_stream("copy to device", f"a copy from host to device{why}", index)
 
     def _item(self, tensor: Tensor) -> Any:
         self.simulator.wait_for_stream("item", "a value read by the host", tensor.device.index)
@@ -565,10 +574,12 @@ class SimulatedOperators:
     def _assert_on_device(self, condition: Tensor, message: str = "") -> None:
         """As CUDA: checked on the device; surfaces at a later wait, and stays."""
         _require_one_element(condition)
+        with OnHost():
+            read = host_view(condition)
 
         def run() -> None:
             with OnHost():
-                holds = bool(host_view(condition))
+                holds = bool(read)
             if not holds:
                 raise RuntimeError(f"device-side assert triggered: {message}")
 
