@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m multiassert demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m tests.all_platforms -- -n 2 --quiet
 	$(MAKE) --no-print-directory lint
 
 lint: $(VENV)/.dev

@@ -160,7 +160,7 @@ class Snapshot:
         self._event = state.backend.record_event(state.stream)
 
     def arrived(self) -> bool:
-        """Whether the copy is on the host. A device that has failed answers nothing, but what it sent before is here."""
+        """Whether the copy is on the host. A device that has failed gives no answer, but what it sent is here."""
         try:
             return self._event is None or self._event.query()
         except RuntimeError as failure:
