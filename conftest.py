@@ -155,12 +155,12 @@ def traps(platform: str) -> bool:
 def clean_multiassert() -> Iterator[None]:
     """Probes off, no violation from another test, and none left behind unseen by this one."""
     simulator = simulate.installed()
-    delivery.start_anew(keep_callbacks=False)
+    delivery.start_anew()
     if simulator is not None:
         simulator.reset()
     with multiassert.override("off"):
         yield
-    delivery.start_anew(keep_callbacks=False)
+    delivery.start_anew()
 
 
 @pytest.fixture

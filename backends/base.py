@@ -56,6 +56,10 @@ class Backend:
         """The mechanism of mode `auto`: native only where it is known to fire without a host wait."""
         return Mechanism.NATIVE if self.native is NativeAssert.FIRES else Mechanism.DEFERRED
 
+    def asserts_compiled(self) -> bool:
+        """Whether the native assert survives torch.compile's own backend, so that it fires in compiled code."""
+        return True
+
     def why(self) -> str:
         """One sentence on why `auto` chooses what it chooses."""
         return f"{self.native_facts} So auto is {self.auto().value}."

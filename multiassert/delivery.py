@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from multiassert import state
+from multiassert import settings, state
 from multiassert.predicates import Finding
+from multiassert.settings import Mode
 from multiassert.sites import Message, Site, text_of
 from multiassert.state import DeviceState, Hit, Snapshot, Stamp
 from multiassert.violation import AsyncAssertionError, Violation
@@ -329,10 +330,18 @@ def _arrived() -> list[tuple[Violation, bool]]:
         _delivery.under_way.remove(snapshot)
     hits = [(snapshot, hit) for snapshot in arrived for hit in snapshot.open()]
     hits.sort(key=lambda pair: (pair[0].stamp.step, pair[1].seen.order))
-    return [(violation, hit.seen.raises) for snapshot, hit in hits for violation in _violations_of_hit(snapshot, hit)]
+    return [
+        (violation, _raises(snapshot, hit)) for snapshot, hit in hits for violation in _violations_of(snapshot, hit)
+    ]
 
 
-def _violations_of_hit(snapshot: Snapshot, hit: Hit) -> list[Violation]:
+def _raises(snapshot: Snapshot, hit: Hit) -> bool:
+    if hit.seen.raises is not None:
+        return hit.seen.raises
+    return settings.current.of(snapshot.state.backend.name) is not Mode.WARN
+
+
+def _violations_of(snapshot: Snapshot, hit: Hit) -> list[Violation]:
     seen = hit.seen
     return describe(
         seen.check.findings(hit.low_cells, hit.high_cells, hit.lowest, hit.highest),
@@ -373,10 +382,11 @@ def _by_first_cause(violation: Violation) -> tuple[int, int]:
 
 
 def _rows(cells: list[int], block: int, shape: tuple[int, ...]) -> tuple[int | range, ...]:
-    if not shape:
+    if not shape or block == state.ALL_ROWS_IN_ONE:
         return ()
     if block > 1:
-        return tuple(range(cell * block, min((cell + 1) * block, shape[0])) for cell in cells)
+        rows = shape[0] if shape[0] >= 0 else (cells[-1] + 1) * block
+        return tuple(range(cell * block, min((cell + 1) * block, rows)) for cell in cells)
     if len(cells) > ROWS_LISTED:
         return (range(cells[0], cells[-1] + 1),)
     return tuple(cells)
@@ -423,19 +433,24 @@ def _drain_at_exit() -> None:
         os._exit(1)
 
 
-def start_anew(keep_callbacks: bool = True) -> None:
-    """Forget steps, device states and violations: the state of a new process.
-
-    A forked child has its parent's state in memory, but what is in it is the parent's to report.
-    """
+def start_anew() -> None:
+    """Forget steps, device states, violations and callbacks: the state of a new process."""
     global _delivery
-    callbacks = _delivery.callbacks if keep_callbacks else []
     _delivery = _Delivery()
-    _delivery.callbacks = callbacks
     suspended_threads.clear()
     state.forget_all()
 
 
+def _start_anew_in_child() -> None:
+    """A forked child has its parent's state in memory, but what is in it is the parent's to report."""
+    global _delivery
+    callbacks = _delivery.callbacks
+    _delivery = _Delivery()
+    _delivery.callbacks = callbacks
+    suspended_threads.clear()
+    state.start_anew_in_child()
+
+
 atexit.register(_drain_at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=start_anew)
+    os.register_at_fork(after_in_child=_start_anew_in_child)

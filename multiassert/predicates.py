@@ -16,7 +16,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,37 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 Number = int | float
 Bound = SupportsIndex | Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Bounds that differ from call to call would make `remembered` grow without end.
+REMEMBERED_AT_MOST = 4096
+
+
+def at_trace_time(function: Function) -> Function:
+    """Have the tracer call `function`, as `torch.compiler.assume_constant_result` does without importing the tracer.
+
+    Inside torch.compile it is called once, with constants, and its result is a constant of the graph.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def remembered(make: Function) -> Function:
+    """Call `make` once for the same arguments; what it makes is a constant of the graph in compiled code."""
+    made: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(make)
+    def known(*arguments: Any) -> Any:
+        try:
+            return made[arguments]
+        except KeyError:
+            if len(made) >= REMEMBERED_AT_MOST:
+                made.clear()
+            found = made[arguments] = make(*arguments)
+            return found
+
+    return at_trace_time(known)  # type: ignore[return-value]
 
 
 class Finding(NamedTuple):
@@ -55,6 +86,8 @@ class Check:
     fixed_value: float | None = None  # the offending value, where the observation only says that it is there
     # Applied to int64 values first, where a bound lies past int64 and so every value is outside on one side.
     clamp: tuple[int, int] | None = None
+    masked: int | None = None  # a sentinel of out_of_bounds that no limit can excuse
+    name: str = ""  # by which compiled code finds it again
 
     def above_floor(self, lower: Tensor | None) -> Tensor | None:
         """Which of these smallest values are fine; None where that side is not watched."""
@@ -94,6 +127,41 @@ class Check:
         return observed + self.shift if self.plane is torch.int64 else float(observed)
 
 
+_CHECK_FIELDS = tuple(field.name for field in dataclasses.fields(Check))
+_checks_of_compiled_code: dict[str, Check] = {}
+
+
+def check_factory(make: Function) -> Function:
+    """Make one check for the same arguments. In compiled code, where no constant can be an object, a copy of it."""
+    make_once = remembered(make)
+
+    @at_trace_time
+    def name_of(*arguments: Any) -> str:
+        name = f"{make.__name__}{arguments}"
+        _checks_of_compiled_code[name] = make_once(*arguments)
+        return name
+
+    @functools.wraps(make)
+    def known(*arguments: Any) -> Check:
+        if torch.compiler.is_compiling():
+            name = name_of(*arguments)
+            return Check(**{field: _check_field(name, field) for field in _CHECK_FIELDS[:-1]}, name=name)
+        made: Check = make_once(*arguments)
+        return made
+
+    return known  # type: ignore[return-value]
+
+
+@at_trace_time
+def _check_field(name: str, field: str) -> Any:
+    return getattr(_checks_of_compiled_code[name], field)
+
+
+def check_named(name: str) -> Check:
+    """The check that compiled code has a copy of."""
+    return _checks_of_compiled_code[name]
+
+
 class Observation(NamedTuple):
     """The values whose extremes a check compares; rows are dimension 0. The two tensors are mostly the same one."""
 
@@ -115,7 +183,7 @@ def nan(tensor: Tensor) -> Observation | None:
     if _is_fp8(dtype):
         # fp8 has no reductions, but `!=` works on all five kinds and knows each kind's NaN (torch 2.13, run).
         flags = tensor != tensor
-        return Observation(_FP8_NAN, flags, flags)
+        return Observation(_flags_check(), flags, flags)
     values = _real_values(tensor)
     return None if values is None else _both(_nan_check(_float_plane(values.dtype)), values)
 
@@ -140,9 +208,9 @@ def out_of_bounds(indices: Tensor, low: Bound, high: Bound, sentinel: SupportsIn
     excused = None if sentinel is None else _integer(sentinel, "sentinel")
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return _outside_tensor_bounds(indices, low, high, excused)
-    check, masked = _bounds_check(indices.dtype, _integer(low, "low"), _integer(high, "high"), excused)
+    check = _bounds_check(indices.dtype, _integer(low, "low"), _integer(high, "high"), excused)
     values = _integer_values(indices)
-    counts = None if masked is None else values != masked - check.shift
+    counts = None if check.masked is None else values != check.masked - check.shift
     if check.clamp is not None and values.dtype is torch.int64:
         values = values.clamp(*check.clamp)
     return Observation(check, values, values, counts)
@@ -191,7 +259,7 @@ def condition(cond: Tensor) -> Observation:
     if cond.numel() != 1:
         raise ValueError(f"cond must have exactly one element, got shape {tuple(cond.shape)}: reduce it with .all()")
     holds = cond.reshape(1).to(torch.bool)
-    return Observation(_CONDITION, holds, holds)
+    return Observation(_condition_check(), holds, holds)
 
 
 def sum_differs(tensor: Tensor, expected: Number) -> Observation:
@@ -232,25 +300,32 @@ def replace_out_of_bounds(indices: Tensor, low: Bound, high: Bound, fill: Suppor
 # ---------------------------------------------------------------------------------------------------------------------
 # The limits, made once for each dtype and bounds.
 
-_CONDITION = Check(torch.int64, 1, None, ("cond", "cond"), ("assertion failed:",) * 2, (None, None), fixed_value=0)
-_FP8_NAN = Check(torch.int64, None, 0, ("nan", "nan"), ("NaN detected!",) * 2, (None, None), fixed_value=math.nan)
+
+@check_factory
+def _condition_check() -> Check:
+    return Check(torch.int64, 1, None, ("cond", "cond"), ("assertion failed:",) * 2, (None, None), fixed_value=0)
 
 
-@functools.cache
+@check_factory
+def _flags_check() -> Check:
+    """The check for flags that say where a NaN is."""
+    return Check(torch.int64, None, 0, ("nan", "nan"), ("NaN detected!",) * 2, (None, None), fixed_value=math.nan)
+
+
+@check_factory
 def _nan_check(plane: torch.dtype) -> Check:
     return Check(plane, None, math.inf, ("nan", "nan"), ("NaN detected!",) * 2, (None, None), fixed_value=math.nan)
 
 
-@functools.cache
+@check_factory
 def _inf_check(plane: torch.dtype, allow_neginf: bool) -> Check:
     largest = torch.finfo(plane).max
     floor = None if allow_neginf else -largest
     return Check(plane, floor, largest, ("inf", "inf"), ("Inf detected!",) * 2, (None, None))
 
 
-@functools.lru_cache(maxsize=4096)
-def _bounds_check(dtype: torch.dtype, low: int, high: int, sentinel: int | None) -> tuple[Check, int | None]:
-    """The check for `[low, high)`, and the sentinel if it must be masked out of the values."""
+@check_factory
+def _bounds_check(dtype: torch.dtype, low: int, high: int, sentinel: int | None) -> Check:
     if low > high:
         raise ValueError(f"low must not be above high, got low={low}, high={high}")
     floor, ceiling = low, high - 1
@@ -270,11 +345,11 @@ def _bounds_check(dtype: torch.dtype, low: int, high: int, sentinel: int | None)
     if floor > INT64_MAX or ceiling < INT64_MIN:
         clamp = (INT64_MIN + 1, INT64_MAX) if ceiling < INT64_MIN else (INT64_MIN, INT64_MAX - 1)
     floor, ceiling = _clamp_to_int64(floor), _clamp_to_int64(ceiling)
-    check = Check(torch.int64, floor, ceiling, ("low", "high"), headlines, (low, high), shift, clamp=clamp)
-    return check, sentinel
+    kinds = "low", "high"
+    return Check(torch.int64, floor, ceiling, kinds, headlines, (low, high), shift, clamp=clamp, masked=sentinel)
 
 
-@functools.lru_cache(maxsize=4096)
+@check_factory
 def _tensor_bounds_check(low: int | None, high: int | None, shift: int) -> Check:
     """The check for values of which only the offending ones are left; everything else is at the identity."""
     headlines = (
@@ -284,13 +359,13 @@ def _tensor_bounds_check(low: int | None, high: int | None, shift: int) -> Check
     return Check(torch.int64, INT64_MAX, INT64_MIN, ("low", "high"), headlines, (low, high), shift)
 
 
-@functools.lru_cache(maxsize=4096)
+@check_factory
 def _page_check(page_size: int) -> Check:
     headline = f"page-misaligned indices (page_size={page_size}):"
     return Check(torch.int64, None, 0, ("misaligned",) * 2, (headline,) * 2, (page_size, page_size))
 
 
-@functools.lru_cache(maxsize=4096)
+@check_factory
 def _range_check(dtype: torch.dtype, plane: torch.dtype, low: Number, high: Number) -> Check:
     shift = 2**63 if dtype is torch.uint64 else 0
     if plane is torch.int64:
@@ -301,7 +376,7 @@ def _range_check(dtype: torch.dtype, plane: torch.dtype, low: Number, high: Numb
     return Check(plane, floor, ceiling, ("range", "range"), (headline,) * 2, (low, high), shift)
 
 
-@functools.lru_cache(maxsize=4096)
+@check_factory
 def _sum_check(dtype: torch.dtype, plane: torch.dtype, expected: Number) -> Check:
     if plane is torch.int64:
         floor, ceiling = _integer_limits(expected, expected, 0)
@@ -340,7 +415,8 @@ def extremes(
     )
     if element_mask is not None:
         pair = _mask(check, element_mask, pair)
-    block = -(-observation.for_ceiling.shape[0] // cells)
+    rows = observation.for_ceiling.shape[0]
+    block = 1 if rows <= cells else -(-rows // cells)
     if row_mask is None:
         return Extremes(*_reduce(pair, block), block)
     return Extremes(*_reduce(_mask(check, row_mask, _reduce(pair, 1)), block), block)
@@ -417,18 +493,18 @@ def _smallest_and_largest(values: Tensor) -> tuple[Tensor, Tensor]:
 # Dtypes and numbers.
 
 
-@functools.cache
+@remembered
 def identities(plane: torch.dtype) -> tuple[Number, Number]:
     """What max and min start from: the lowest and the highest value of the plane."""
     return (INT64_MIN, INT64_MAX) if plane is torch.int64 else (-math.inf, math.inf)
 
 
-@functools.cache
+@remembered
 def _is_fp8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1 and "float8" in str(dtype)
 
 
-@functools.cache
+@remembered
 def _is_integer(dtype: torch.dtype) -> bool:
     if dtype is torch.bool:
         return True
@@ -439,7 +515,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return dtype.itemsize >= 1 and str(dtype).removeprefix("torch.").startswith(("int", "uint"))
 
 
-@functools.cache
+@remembered
 def _integer_range(dtype: torch.dtype) -> tuple[int, int]:
     if dtype is torch.bool:
         return 0, 1
@@ -480,8 +556,11 @@ def _both(check: Check, values: Tensor) -> Observation:
 
 def _outside_tensor_bounds(indices: Tensor, low: Bound, high: Bound, sentinel: int | None) -> Observation:
     shift = 2**63 if indices.dtype is torch.uint64 else 0
-    numbers = tuple(None if isinstance(b, Tensor) else _integer(b, n) for b, n in ((low, "low"), (high, "high")))
-    check = _tensor_bounds_check(*numbers, shift)
+    check = _tensor_bounds_check(
+        None if isinstance(low, Tensor) else _integer(low, "low"),
+        None if isinstance(high, Tensor) else _integer(high, "high"),
+        shift,
+    )
     values = _integer_values(indices)
     # In int64 there is room for every bound, and none of the comparisons can wrap.
     values = values.to(torch.int64).clamp(INT64_MIN + 1, INT64_MAX - 1) if shift else values.to(torch.int64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import CodeType
 
@@ -20,7 +22,10 @@ Message = str | Callable[[], object]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """The place a probe stands: its message and the caller's file, line and function. Equal only to itself."""
+    """The place a probe stands: its message and the caller's file, line and function. Equal only to itself.
+
+    Compiled code keeps the site's cells as further attributes of it (see tracing.py), for this process alone.
+    """
 
     message: str
     file: str
@@ -29,6 +34,9 @@ class Site:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
+
+    def __reduce__(self) -> tuple[type[Site], tuple[str, str, int, str]]:
+        return Site, (self.message, self.file, self.line, self.function)
 
 
 def site(message: str) -> Site:
@@ -40,7 +48,27 @@ def site(message: str) -> Site:
     if not isinstance(message, str):
         raise TypeError(f"message must be a string, got {type(message).__name__}")
     frame = sys._getframe(1)
-    return Site(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    made = Site(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    _made_beforehand[next(_numbers)] = made
+    for prepare in _new_site_listeners:
+        prepare(made)
+    return made
+
+
+# By the order in which they were made, which is the order of layers, and so of causes.
+_made_beforehand: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_new_site_listeners: list[Callable[[Site], None]] = []
+
+
+def all_made_beforehand() -> list[Site]:
+    """The sites made by `site()` that are still in use."""
+    return [site for _, site in sorted(_made_beforehand.items())]
+
+
+def on_new_site(listener: Callable[[Site], None]) -> None:
+    """Call `listener` with every site that `site()` makes from now on."""
+    _new_site_listeners.append(listener)
 
 
 class _Place:
@@ -60,14 +88,21 @@ _lock = threading.Lock()
 
 
 # Frames of these are not the caller's: our own calls, and torch's between compiled code and a probe outside the graph.
-_OUR_FILES = frozenset(os.path.join(os.path.dirname(__file__), name) for name in ("dispatch.py", "probes.py"))
+_OUR_FILES = frozenset(
+    os.path.join(os.path.dirname(__file__), name) for name in ("dispatch.py", "probes.py", "tracing.py")
+)
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
+
+
+def is_callers(file: str) -> bool:
+    """Whether a frame of that file is the caller's."""
+    return file not in _OUR_FILES and not file.startswith(_TORCH_FILES)
 
 
 def _callers_place() -> _Place:
     """The place in the caller's source from which a probe was called."""
     frame = sys._getframe(5)  # below it: this, resolve, the two of dispatch, the public call
-    while (name := frame.f_code.co_filename) in _OUR_FILES or name.startswith(_TORCH_FILES):
+    while not is_callers(frame.f_code.co_filename):
         if frame.f_back is None:
             break
         frame = frame.f_back

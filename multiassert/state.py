@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ ROWS = 256  # cells of a slot: more rows than that share cells
 SLOTS = 256  # slots of a page; a state gets another page when one is full
 SLOTS_PER_SITE = 4  # a site whose bounds keep changing takes this many before it uses an idle one of its own again
 SNAPSHOTS_IN_FLIGHT = 4  # beyond it the state goes on collecting, and the next snapshot covers several steps
+
+ALL_ROWS_IN_ONE = 0  # the block of a slot whose one cell stands for all rows
 
 LOWER, UPPER = 0, 1
 ABOVE_FLOOR, BELOW_CEILING = 2, 1  # bits of a cell's code; a fine cell has all the bits its page checks
@@ -55,9 +57,9 @@ class Seen:
     block: int
     order: int
     first_step: int
-    raises: bool
+    raises: bool | None  # None: the mode when it is looked at decides, since compiled code keeps none
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # -1 for a size that is not known
     message: Message | None
 
 
@@ -102,12 +104,16 @@ class Page:
             self.cells = torch.empty((2, SLOTS, ROWS), dtype=plane, device=device)
             self.limits = torch.empty((2, SLOTS), dtype=plane, device=device)
             self.above_floor = torch.empty(SLOTS * ROWS, dtype=torch.bool, device=device)
-            for tensor in (self.cells, self.limits):
-                tensor[LOWER].fill_(highest)
-                tensor[UPPER].fill_(lowest)
+        self.clear()
         # Limits nothing can break, until a slot sets its own.
         self.limits[LOWER].fill_(lowest)
         self.limits[UPPER].fill_(highest)
+
+    def clear(self) -> None:
+        """Nothing has been seen."""
+        lowest, highest = identities(self.plane)
+        self.cells[LOWER].fill_(highest)
+        self.cells[UPPER].fill_(lowest)
 
     def new_slot(self) -> Slot:
         slot = Slot(self, len(self.slots))
@@ -242,7 +248,7 @@ class DeviceState:
                 seen = Seen(site, check, block, next(_sequence), step, raises, dtype, shape, message)
                 slot.seen = self._seen[slot] = seen
             else:
-                seen.raises |= raises
+                seen.raises = seen.raises or raises
                 seen.shape = shape
                 seen.message = message
             if not self.calls_since_snapshot:
@@ -257,6 +263,28 @@ class DeviceState:
                 torch.maximum(high_cells, upper, out=high_cells)
             if lower is not None:
                 torch.minimum(low_cells, lower, out=low_cells)
+
+    def compiled_cells(
+        self,
+        site: Site,
+        check: Check,
+        *,
+        block: int,
+        step: int,
+        raises: bool | None,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """The cells of a slot that compiled code updates from now on, without the host's knowledge."""
+        with self._lock:
+            key = site, check, dtype, block
+            slot = self._slots.get(key) or self._lease(key)
+            slot.captured_rows = ROWS
+            slot.page.rows_in_use = ROWS
+            if slot.seen is None:
+                seen = Seen(site, check, block, next(_sequence), step, raises, dtype, shape, None)
+                slot.seen = self._seen[slot] = seen
+            return slot.cells(ROWS)
 
     def prewarm(self, planes: tuple[torch.dtype, ...] = (torch.float32, torch.int64)) -> None:
         """Allocate a page for each dtype, and what a snapshot needs."""
@@ -333,6 +361,17 @@ class DeviceState:
             self._start_anew(stamp.step + stamp.ends_step)
             return snapshot
 
+    def start_anew_in_child(self) -> None:
+        """Forget what the parent of a forked child saw and what it had under way."""
+        self._lock = threading.RLock()
+        if self.device.type != "cpu":
+            return
+        for page in self._pages:
+            page.clear()
+        self._in_flight = 0
+        self._inboxes = [self._new_inbox() for _ in range(SNAPSHOTS_IN_FLIGHT)] if self._pages else []
+        self._start_anew(0)
+
     def _start_anew(self, step: int) -> None:
         """Nothing has been seen, but what captured graphs may see when they are replayed."""
         self.calls_since_snapshot = 0
@@ -404,8 +443,28 @@ def all_states() -> list[DeviceState]:
         return list(_states.values())
 
 
+_forget_listeners: list[Callable[[], None]] = []
+
+
+def on_forget(listener: Callable[[], None]) -> None:
+    """Call `listener` when all states are dropped."""
+    _forget_listeners.append(listener)
+
+
 def forget_all() -> None:
-    """Drop every state with all that was seen: a forked child starts without its parent's, and with a free lock."""
+    """Drop every state with all that was seen."""
+    with _states_lock:
+        _states.clear()
+    for listener in _forget_listeners:
+        listener()
+
+
+def start_anew_in_child() -> None:
+    """After a fork: keep the memory, which compiled code in the child goes on using, and forget what the parent saw.
+
+    Only a CPU's state is of use there: no accelerator can be used on from a forked child.
+    """
     global _states_lock
-    _states_lock = threading.Lock()
-    _states.clear()
+    _states_lock = threading.Lock()  # the parent may have held it
+    for state in _states.values():
+        state.start_anew_in_child()

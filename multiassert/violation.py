@@ -32,7 +32,7 @@ class Violation:
     value: int | float  # the offending value, or the worst one; for misaligned, its distance from the page's start
     bound: int | float | None  # the bound it broke; None where there is none, or where it is a tensor
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the tensor that the site saw last in this step
+    shape: tuple[int, ...]  # of the tensor that the site saw last in this step; -1 is a size not known
     order: int  # among the sites hit in the same step: 0 came first in the program
     headline: str = dataclasses.field(repr=False)  # what went wrong, in words; the message follows it
 
@@ -58,7 +58,7 @@ class Violation:
             "value": self.value,
             "bound": _or_dash(self.bound),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "shape": "x".join(map(str, self.shape)) or "scalar",
+            "shape": _shape_text(self.shape),
             "site": json.dumps(f"{self.site.file}:{self.site.line}:{self.site.function}"),
             "message": json.dumps(self.message),
         }
@@ -71,12 +71,16 @@ class Violation:
         where = f"{self.device}, {step}" + ("" if self.rank is None else f", rank {self.rank}")
         rows = f", rows {_row_list(self.rows)}" if self.rows else ""
         names = "" if self.row_names is None else f" ({', '.join(str(n) for n in self.row_names[:ROWS_IN_LINE])})"
-        shape = "x".join(map(str, self.shape)) or "scalar"
+        shape = _shape_text(self.shape)
         return (
             f"{self.text}\n"
             f"    value {self.value}{rows}{names} of {shape} {str(self.dtype).removeprefix('torch.')}, on {where}\n"
             f"    at {self.site}"
         )
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "x".join("?" if size < 0 else str(size) for size in shape) or "scalar"
 
 
 def _or_dash(value: object) -> object:
