@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from multiassert import backends, delivery, native, settings, state, tracing
+from multiassert import backends, delivery, native, settings, state, tracing, transforms
 from multiassert.arguments import observe
 from multiassert.backends import Backend, Mechanism
 from multiassert.predicates import Check, Extremes, Observation, extremes
@@ -99,11 +99,23 @@ def _probe(
 ) -> RuntimeError | None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+    if transforms.under_transform():
+        error: RuntimeError | None = transforms.below_transforms(
+            _probe, predicate, tensor, arguments, message, where, num_valid, name, only_warn
+        )
+        return error
+    if not transforms.is_plain(tensor):
+        with_data = transforms.with_data(tensor)
+        if with_data is None:
+            return None
+        tensor = with_data
     route = route_of(tensor.device)
     if route.mechanism is None:
         return None
     if delivery.suspended_threads and threading.get_ident() in delivery.suspended_threads:
         return None
+    if torch._C._is_tracing():
+        return None  # torch.jit deletes asserts, and would take device state for a constant
     shape = tuple(tensor.shape)
     observation, element_mask, row_mask = observe(predicate, tensor, arguments, where, num_valid, name)
     if observation is None:

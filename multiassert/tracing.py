@@ -41,6 +41,8 @@ def probe(
     only_warn: bool,
 ) -> None:
     """Trace a probe into the graph. Changes of the mode after compiling take effect, by a guard on the mode."""
+    if torch.compiler.is_exporting():
+        return  # an exported program has no process whose state it could update
     platform = _platform_of(tensor.device.type)
     needs_record = isinstance(message, Site) or only_warn
     mechanism = _mechanism(platform, settings.current.of(platform), needs_record)
