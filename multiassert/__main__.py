@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 
 
@@ -22,11 +23,20 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description=(
             "Decodes with SmolLM2-135M-Instruct by prompt lookup, by early exit and with a draft tree over a paged KV "
             "pool; clean first, then with three faults injected one at a time. Exit code 0 if every fault was caught "
-            "and the clean runs were clean, 1 if not, 2 if a package is missing."
+            "and the clean runs were clean, 1 if not, 2 if it cannot run here, since a package is missing."
         ),
     )
     demo.add_argument("--tiny", action="store_true", help="a small random model instead: no download, a few seconds")
-    demo.add_argument("--platform", choices=("cpu",), default="cpu", help="where to run (default: %(default)s)")
+    demo.add_argument(
+        "--platform",
+        type=_platforms,
+        default="cpu",
+        metavar="NAMES",
+        help="where to run: cpu, npu, musa, or several with commas between them. Where there is no real npu or musa "
+        "device it is simulated (default: %(default)s)",
+    )
+    # How the process of a platform tells the one that shows them all.
+    demo.add_argument("--summary", type=pathlib.Path, help=argparse.SUPPRESS)
     demo.set_defaults(run=_run_demo)
 
 
@@ -34,7 +44,17 @@ def _run_demo(chosen: argparse.Namespace) -> int:
     # Imported here: the other commands need neither transformers nor rich.
     from multiassert import demo
 
-    return demo.run(tiny=chosen.tiny, platform=chosen.platform)
+    return demo.run(chosen.tiny, chosen.platform, chosen.summary)
+
+
+def _platforms(text: str) -> tuple[str, ...]:
+    # Imported here: it imports torch, which the help does not need.
+    from multiassert.demo.hardware import PLATFORMS
+
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not set(names) <= set(PLATFORMS):
+        raise argparse.ArgumentTypeError(f"good names are {', '.join(PLATFORMS)}, with commas between them")
+    return names
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import atexit
 import collections
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -451,6 +452,12 @@ def _start_anew_in_child() -> None:
     state.start_anew_in_child()
 
 
+def _drain_at_exit_of_worker(_: object) -> None:
+    """The processes of multiprocessing leave without the exit handlers of the interpreter, but with these."""
+    multiprocessing.util.Finalize(None, _drain_at_exit, exitpriority=0)
+
+
 atexit.register(_drain_at_exit)
+multiprocessing.util.register_after_fork(_drain_at_exit, _drain_at_exit_of_worker)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew_in_child)

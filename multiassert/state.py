@@ -104,16 +104,18 @@ class Page:
             self.cells = torch.empty((2, SLOTS, ROWS), dtype=plane, device=device)
             self.limits = torch.empty((2, SLOTS), dtype=plane, device=device)
             self.above_floor = torch.empty(SLOTS * ROWS, dtype=torch.bool, device=device)
-        self.clear()
+        self.cells[LOWER].fill_(highest)
+        self.cells[UPPER].fill_(lowest)
         # Limits nothing can break, until a slot sets its own.
         self.limits[LOWER].fill_(lowest)
         self.limits[UPPER].fill_(highest)
 
-    def clear(self) -> None:
-        """Nothing has been seen."""
+    def clear_slots(self) -> None:
+        """Nothing has been seen; slot by slot, since a forked child hangs in a fill that takes several threads."""
         lowest, highest = identities(self.plane)
-        self.cells[LOWER].fill_(highest)
-        self.cells[UPPER].fill_(lowest)
+        for slot in self.slots:
+            self.cells[LOWER, slot.index].fill_(highest)
+            self.cells[UPPER, slot.index].fill_(lowest)
 
     def new_slot(self) -> Slot:
         slot = Slot(self, len(self.slots))
@@ -367,7 +369,7 @@ class DeviceState:
         if self.device.type != "cpu":
             return
         for page in self._pages:
-            page.clear()
+            page.clear_slots()
         self._in_flight = 0
         self._inboxes = [self._new_inbox() for _ in range(SNAPSHOTS_IN_FLIGHT)] if self._pages else []
         self._start_anew(0)

@@ -466,6 +466,39 @@ def test_a_forked_child_reports_its_own_and_not_its_parents(run_child: ChildRun)
     assert sorted(run.stdout.splitlines()) == ["False ['parent']", "True ['child']"], run.stderr
 
 
+WORKERS = """
+import multiprocessing, sys, torch, multiassert
+
+def work(value):
+    torch.set_num_threads(1)
+    multiassert.maybe_detect_nan(torch.full((2, 2), value), "in a worker")
+
+if __name__ == "__main__":
+    multiassert.maybe_detect_nan(torch.zeros(2), "in the parent")
+    context = multiprocessing.get_context(sys.argv[1])
+    codes = []
+    for value in (0.0, float("nan")):
+        process = context.Process(target=work, args=(value,))
+        process.start()
+        process.join(100)
+        codes.append(process.exitcode)
+    print(codes)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_process_ends_with_exit_code_1_as_any_other(
+    method: str, tmp_path: pathlib.Path, run_child: ChildRun
+) -> None:
+    """Engines start their workers both ways: by fork after the import, and by spawn."""
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    code = f"import runpy, sys; sys.argv = ['', {method!r}]; runpy.run_path({str(script)!r}, run_name='__main__')"
+    run = run_child(code, MULTIASSERT="raise")
+    assert run.stdout == "[0, 1]\n", run.stderr
+    assert run.stderr.count("NaN detected! in a worker") == 1
+
+
 def test_the_users_traceback_ends_in_the_public_call() -> None:
     with multiassert.override("auto"), pytest.raises(AsyncAssertionError) as raised:
         maybe_detect_nan(with_nan(0))

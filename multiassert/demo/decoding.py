@@ -10,13 +10,15 @@ import torch
 
 import multiassert
 from multiassert import Violation
+from multiassert.demo import hardware
 from multiassert.demo.faults import Fault
 from multiassert.demo.model import Subject
 from multiassert.demo.pool import PAGE_SIZE
+from multiassert.demo.probes import Probes
 from multiassert.demo.tree import TreeDecoder
 from multiassert.demo.watch import Watch
 
-MAX_NEW_TOKENS = 16
+MAX_NEW_TOKENS = 12
 
 QUESTION = "Question: What is the capital of {0}? Answer: The capital of {0} is {1}.\n"
 CAPITALS = (
@@ -69,20 +71,23 @@ class Outcome:
         return " | ".join(subject.decode(tokens) for tokens in self.tokens)
 
 
-def run(decoding: Decoding, subject: Subject, mode: str, fault: Fault | None = None) -> Outcome:
-    """Decode once in `mode`, with `fault` injected; waits for the device at the end, to collect the violations."""
+def run(decoding: Decoding, subject: Subject, probes: Probes, fault: Fault | None = None) -> Outcome:
+    """Decode once under `probes`, with `fault` injected; waits for the device at the end, to collect the violations."""
     prompts = decoding.prompts(subject)
-    watch = Watch(subject.model, decoding.name, len(prompts), fault)
+    watch = Watch(subject.model, decoding.name, len(prompts), probes, fault)
     error: Exception | None = None
     state_is_right = False
-    with multiassert.override(mode):
+    with multiassert.override(probes.mode):
         try:
+            probes.begin()
             with watch.attached():
                 state_is_right = decoding.decode(subject, watch, prompts)
         except (IndexError, RuntimeError) as raised:
             error = raised
-        violations = multiassert.drain()
-    return Outcome([trimmed(subject, tokens) for tokens in watch.emitted], error, state_is_right, violations, watch)
+        failure = probes.end()
+    hardware.renew(subject.device)
+    tokens = [trimmed(subject, tokens) for tokens in watch.emitted]
+    return Outcome(tokens, error or failure, state_is_right, probes.found, watch)
 
 
 def greedy(subject: Subject, prompt: list[int]) -> list[int]:

@@ -28,6 +28,8 @@ class Fault:
     value: int | float
     kind: str
     """The kind of violation that it is."""
+    crashes: bool = False
+    """Whether it makes a device fail."""
 
     def strikes(self, place: str, step: int) -> bool:
         """Whether the tensor at `place` in `step` is the one to spoil."""
@@ -42,12 +44,13 @@ class Fault:
     def is_named_by(self, violation: Violation, first_step: int) -> bool:
         """Whether `violation` says what was injected: the probe, the kind, the step, the row and the value.
 
-        `first_step` is the number of the run's first step, since steps are counted through the whole process.
+        `first_step` is the number of the run's first step, since steps are counted through the whole process. What was
+        sent in the middle of a step has no tag, which the engine gives only at the end of it.
         """
         return (
             violation.message == self.place
             and violation.kind == self.kind
-            and violation.tag == step_tag(self.decoding, self.step)
+            and violation.tag in (None, step_tag(self.decoding, self.step))
             and violation.step == first_step + self.step
             and violation.rows == (self.row,)
             and _same(violation.value, self.value)

@@ -30,7 +30,8 @@ class Injection:
     fault: Fault
     clean: Outcome
     watched: Outcome
-    unwatched: Outcome
+    unwatched: Outcome | None
+    """None where the device did not survive the run before."""
 
     @property
     def record(self) -> Violation | None:
@@ -38,6 +39,10 @@ class Injection:
         first = self.watched.violations[0] if self.watched.violations else None
         named = first is not None and self.fault.is_named_by(first, self.watched.watch.first_step)
         return first if named else None
+
+    def step_of(self, record: Violation) -> int | None:
+        """The step of the run that `record` is about; None if it is about several."""
+        return record.step - self.watched.watch.first_step if isinstance(record.step, int) else None
 
 
 class Screen:
@@ -76,40 +81,39 @@ class Screen:
         table = Table(title="Injected faults", title_justify="left", show_lines=True, expand=True)
         table.add_column("fault", ratio=3, overflow="fold")
         table.add_column("caught by", ratio=4, overflow="fold")
-        table.add_column("step", ratio=2, overflow="fold")
+        table.add_column("step", justify="right")
         table.add_column("row", justify="right")
         table.add_column("value", justify="right")
         table.add_column("bound", justify="right")
         table.add_column("with probes off", ratio=6, overflow="fold")
         for injection in injections:
             table.add_row(
-                escape(injection.fault.title),
+                escape(f"{injection.fault.title}\nin {injection.fault.decoding}"),
                 *map(escape, _record_cells(injection)),
                 escape(_seen_without_probes(subject, injection)),
             )
         self.console.print(table)
 
-    def conclude(self, problems: list[str]) -> None:
-        """Print the verdict."""
-        if not problems:
-            self.console.print("All clean runs were clean, and every fault was caught.", style="green", soft_wrap=True)
-        for problem in problems:
-            self.console.print(escape(f"WRONG: {problem}"), style="red", soft_wrap=True)
-
 
 def _record_cells(injection: Injection) -> tuple[str, str, str, str, str]:
     record = injection.record
     if record is None:
-        others = [f"{other.text} ({other.tag}, rows {other.rows})" for other in injection.watched.violations]
+        others = [
+            f"{other.text} (step {injection.step_of(other)}, rows {other.rows})"
+            for other in injection.watched.violations
+        ]
         return "MISSED" + "".join(f"; reported instead: {other}" for other in others), "-", "-", "-", "-"
     site = f"{pathlib.Path(record.site.file).name}:{record.site.line}"
     bound = "-" if record.bound is None else str(record.bound)
-    return f"{record.text}\n{site}", str(record.tag), ", ".join(map(str, record.rows)), str(record.value), bound
+    step, rows = str(injection.step_of(record)), ", ".join(map(str, record.rows))
+    return f"{record.text}\n{site}", step, rows, str(record.value), bound
 
 
 def _seen_without_probes(subject: Subject, injection: Injection) -> str:
     """What a user would have seen: the exception, or the text of the request that came out differently."""
     outcome = injection.unwatched
+    if outcome is None:
+        return "not run: the device does not work any more after the crash in the run with probes"
     if outcome.error is not None:
         return f"{type(outcome.error).__name__}: {outcome.error}\nafter the text {outcome.text(subject)!r}"
     for tokens, clean_tokens in zip(outcome.tokens, injection.clean.tokens, strict=True):

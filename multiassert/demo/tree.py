@@ -33,6 +33,16 @@ PATH = 1 + DEPTH
 POOL_PAGES = 6
 
 
+def warm_up(device: torch.device) -> None:
+    """Let `get_src_tgt_cache_loc` be compiled, as an engine does before it serves.
+
+    The compiler itself moves small tensors to the device and reads them back; that is not what a step costs.
+    """
+    numbers = torch.zeros(2 * NODES, dtype=torch.long, device=device)
+    with multiassert.suspend():
+        multiassert.get_src_tgt_cache_loc(numbers[:2], numbers, numbers[: 2 * PATH], numbers[:2], NODES, PAGE_SIZE)
+
+
 @dataclasses.dataclass
 class Tree:
     """Draft trees, one for each request: node 0 is the root, then `TOP_K` nodes for each depth drafted so far."""
@@ -146,26 +156,34 @@ class TreeDecoder:
         """
         nodes = accept_index.numel() // PATH * NODES
         rows = self.watch.corrupt(ACCEPT_INDEX, accept_index.flatten())
-        multiassert.maybe_detect_oob(rows, 0, nodes, ACCEPT_INDEX, sentinel=-1)
+        probes = self.watch.probes
+        with probes.counted():
+            probes.maybe_detect_oob(rows, 0, nodes, ACCEPT_INDEX, sentinel=-1)
         correct_drafts = (accept_index >= 0).sum(dim=1) - 1
         seq_lens = torch.tensor(self.lengths, device=accept_index.device)
-        source, target, to_free = multiassert.get_src_tgt_cache_loc(
-            seq_lens, out_cache_loc.flatten(), rows, correct_drafts, NODES, PAGE_SIZE
-        )
+        with probes.watched_for_waits():  # it has a probe of its own inside
+            source, target, to_free = multiassert.get_src_tgt_cache_loc(
+                seq_lens, out_cache_loc.flatten(), rows, correct_drafts, NODES, PAGE_SIZE
+            )
         # Where nothing was accepted, source and target both stay at the padding slot 0.
         is_accepted = torch.arange(PATH, device=rows.device) <= correct_drafts.unsqueeze(1)
         target = torch.where(is_accepted, out_cache_loc[:, :PATH], target.view(-1, PATH)).flatten()
 
         source = self.watch.corrupt(SOURCE_SLOTS, source)
         target = self.watch.corrupt(TARGET_SLOTS, target)
-        multiassert.maybe_detect_oob(source, 0, self.pool.slots, SOURCE_SLOTS)
-        multiassert.maybe_detect_oob(target, 0, self.pool.slots, TARGET_SLOTS)
+        with probes.counted():
+            probes.maybe_detect_oob(source, 0, self.pool.slots, SOURCE_SLOTS)
+        with probes.counted():
+            probes.maybe_detect_oob(target, 0, self.pool.slots, TARGET_SLOTS)
+        # A slot behind the end of the pool crashes a device, too.
+        probes.poll()
         self.pool.move(source, target)
 
         # What is freed is whole pages, so it starts at the first slot of one.
         first_freed = out_cache_loc.gather(1, (NODES - to_free).clamp(max=NODES - 1).unsqueeze(1)).squeeze(1)
         first_freed = self.watch.corrupt(FREED_PAGES, first_freed)
-        multiassert.maybe_detect_page_aligned(first_freed, PAGE_SIZE, FREED_PAGES, where=to_free > 0)
+        with probes.counted():
+            probes.maybe_detect_page_aligned(first_freed, PAGE_SIZE, FREED_PAGES, where=to_free > 0)
 
         verified = keys_and_values.flatten(0, 1)[accept_index[is_accepted]]
         moved = self.pool.read(out_cache_loc[:, :PATH][is_accepted])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import multiassert
 from multiassert.delivery import current_step
 from multiassert.demo.faults import Fault, step_tag
+from multiassert.demo.probes import Probes
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -32,9 +32,12 @@ class Watch:
     Everything here works the same with probes on or off; off, the probe calls return at once.
     """
 
-    def __init__(self, model: LlamaForCausalLM, decoding: str, requests: int, fault: Fault | None = None) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, decoding: str, requests: int, probes: Probes, fault: Fault | None = None
+    ) -> None:
         self.model = model
         self.decoding = decoding
+        self.probes = probes
         self.fault = fault
         self.first_step = current_step()
         """The number of this run's first step, counted through the whole process as the records do."""
@@ -56,8 +59,10 @@ class Watch:
         try:
             yield
         except Exception:
-            # The step that broke off is ended too: what its probes saw belongs to it, not to the next run.
-            multiassert.step(tag=self.tag)
+            # The step that broke off is ended too: what its probes saw belongs to it, not to the next run. A device
+            # that has failed says so again here.
+            with suppress(RuntimeError):
+                self.probes.step(self.tag)
             raise
         finally:
             for hook in hooks:
@@ -89,19 +94,23 @@ class Watch:
         place = DRAFT_TOKEN_IDS if self.drafting else TARGET_TOKEN_IDS
         token_ids = arguments[0]
         rows = self.corrupt(place, token_ids.flatten())
-        multiassert.maybe_detect_oob(rows, 0, self.model.config.vocab_size, place)
+        with self.probes.counted():
+            self.probes.maybe_detect_oob(rows, 0, self.model.config.vocab_size, place)
+        # An id outside the vocabulary crashes a device in the embedding, and what is sent after that never arrives.
+        self.probes.poll()
         return (rows.view_as(token_ids), *arguments[1:])
 
     def _after_lm_head(self, module: torch.nn.Module, arguments: tuple[Any, ...], logits: torch.Tensor) -> torch.Tensor:
         # [batch, positions, vocabulary] becomes [batch * positions, vocabulary], so that a row names one position.
         place = DRAFT_LOGITS if self.drafting else TARGET_LOGITS
         rows = self.corrupt(place, logits.flatten(0, 1))
-        multiassert.maybe_detect_nan(rows, place)
+        with self.probes.counted():
+            self.probes.maybe_detect_nan(rows, place)
         return rows.view_as(logits)
 
     def end_step(self, new_tokens: list[list[int]]) -> None:
         """End the step that put out `new_tokens`, a list for each request."""
-        multiassert.step(tag=self.tag)
+        self.probes.step(self.tag)
         self.step += 1
         self.emitted_in_step.append([len(tokens) for tokens in new_tokens])
         for request, tokens in zip(self.emitted, new_tokens, strict=True):
