@@ -9,7 +9,9 @@
 
 Which operators run on the device, which fall back to the CPU, raise or wait, comes from the vendors' own lists in
 `backends/operators`. What is not modelled: numerics, the dtypes a vendor lacks, its run-time errors, memory pools,
-collectives. A pass says that the vendor's lists agree with us, not that the vendor's hardware does.
+collectives, autocast's choice of dtypes, sparse tensors, graphs over several streams or with new random numbers at each
+replay; convolutions only where the vendor lists `aten::convolution`. A pass says that the vendor's lists agree with us,
+not that the vendor's hardware does.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ def install(name: str, *, use_compiler: bool | None = None) -> Simulator:
             raise RuntimeError(f"no C++ compiler was found. {compiled.WITHOUT_IT}")
         warnings.warn(f"no C++ compiler was found. {compiled.WITHOUT_IT}", stacklevel=2)
     graph_class = "CUDAGraph" if backend.operators is None else backend.operators.graph_class
-    module = device_module.make(simulator, guard, DEVICES if guard is not None else 1, graph_class)
+    simulator.device_count = DEVICES if guard is not None else 1
+    module = device_module.make(simulator, guard, graph_class)
     native_assert = NativeAssert.FIRES if backend.operators is None else backend.native
     _operators = SimulatedOperators(simulator, backend.operators, native_assert)
     if guard is not None:

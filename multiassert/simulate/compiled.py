@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,18 @@ import torch
 SOURCE = pathlib.Path(__file__).with_name("guard.cpp")
 WITHOUT_IT = (
     "Without the compiled half there is one device, torch.Event and torch.Stream are not the simulated ones (use the "
-    "device module's own), and there are no device generators. It takes a C++20 compiler, c++ or g++ on PATH or in CXX."
+    "device module's own), there are no device generators, to('cpu', non_blocking=True) raises, and a deepcopy of a "
+    "device tensor ends the process. The compiled half takes a C++20 compiler: c++ or g++ on PATH, or what CXX names."
 )
 
 
-def _compiler() -> str | None:
-    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+def _compiler() -> list[str] | None:
+    """The compiler's command; CXX may hold arguments too."""
+    command = shlex.split(os.environ.get("CXX", ""))
+    if command:
+        return command if shutil.which(command[0]) else None
+    found = shutil.which("c++") or shutil.which("g++")
+    return None if found is None else [found]
 
 
 def _cache_folder() -> pathlib.Path:
@@ -50,7 +57,7 @@ def build() -> pathlib.Path | None:
     built.parent.mkdir(parents=True, exist_ok=True)
     unfinished = built.with_suffix(f".{os.getpid()}")
     command = [
-        *(compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
+        *(*compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{torch_folder / 'include'}",
         f"-I{sysconfig.get_paths()['include']}",

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from multiassert.simulate.timeline import Graph, Simulator
 
 
-def make(simulator: Simulator, guard: Any | None, device_count: int, graph_class: str) -> types.ModuleType:
+def make(simulator: Simulator, guard: Any | None, graph_class: str) -> types.ModuleType:
     """The device module, over the compiled half (`guard`) or without it."""
     name = simulator.name
     module = types.ModuleType(f"torch.{name}")
@@ -22,10 +22,8 @@ def make(simulator: Simulator, guard: Any | None, device_count: int, graph_class
     set_device: Callable[[int], object] = guard.set_device if guard is not None else lambda index: None
 
     def index_of(device: Any) -> int:
-        if device is None:
-            return current_device()
-        index = device if isinstance(device, int) else torch.device(device).index
-        return current_device() if index is None else index
+        is_number = device is None or isinstance(device, int)
+        return simulator.index_of(device if is_number else torch.device(device).index)
 
     @contextlib.contextmanager
     def device_scope(device: Any) -> Iterator[None]:
@@ -85,7 +83,7 @@ def make(simulator: Simulator, guard: Any | None, device_count: int, graph_class
         is_current_stream_capturing=is_capturing,
         set_sync_debug_mode=set_sync_debug_mode,
         device=device_scope,
-        device_count=lambda: device_count,
+        device_count=lambda: simulator.device_count,
         current_device=current_device,
         set_device=lambda device: set_device(index_of(device)),
         is_available=lambda: True,
@@ -93,10 +91,10 @@ def make(simulator: Simulator, guard: Any | None, device_count: int, graph_class
         init=lambda: None,
         _lazy_init=lambda: None,
         _is_in_bad_fork=lambda: False,
-        manual_seed=lambda seed: None,
-        manual_seed_all=lambda seed: None,
-        get_rng_state=lambda device=None: torch.get_rng_state(),
-        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed=simulator.generator.manual_seed,
+        manual_seed_all=simulator.generator.manual_seed,
+        get_rng_state=lambda device=None: simulator.generator.get_state(),
+        set_rng_state=lambda state, device=None: simulator.generator.set_state(state),
         get_device_name=lambda device=None: f"simulated {name}",
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         empty_cache=lambda: None,

@@ -178,6 +178,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     if (event == nullptr || !Py_IsInitialized()) return;
+    pybind11::gil_scoped_acquire gil;
+    pybind11::error_scope under_way;  // an event may go because an exception comes, which must not be lost
     try {
       ask("event_destroy", number_of(event));
     } catch (...) {

@@ -7,6 +7,7 @@ errors late, as on hardware. Operators that the vendor lacks follow the vendor's
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -50,16 +51,20 @@ DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 class OnHost:
-    """A scope for plain CPU work: below autograd, and outside of any Python dispatch or function mode."""
+    """A scope for plain CPU work: below autograd and inference mode, outside of Python dispatch and function modes."""
+
+    KINDS = (
+        torch._C._AutoDispatchBelowADInplaceOrView,
+        torch._C._DisableTorchDispatch,
+        torch._C.DisableTorchFunction,
+    )
 
     def __enter__(self) -> None:
-        self._scopes: list[Any] = [
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._DisableTorchDispatch(),
-            torch._C.DisableTorchFunction(),
-        ]
-        for scope in self._scopes:
+        self._scopes: list[Any] = []
+        for kind in self.KINDS:
+            scope = kind()  # some of torch's scopes begin here and not where they are entered
             scope.__enter__()
+            self._scopes.append(scope)
 
     def __exit__(self, *error: object) -> None:
         for scope in reversed(self._scopes):
@@ -67,7 +72,7 @@ class OnHost:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with its tensors and devices changed; generators are dropped, since only the CPU's are used."""
+    """`value` with its tensors and devices changed; generators are dropped, a kernel has its seed (`_seeded`)."""
     if isinstance(value, (Tensor, torch.device)):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -109,6 +114,20 @@ def _by_value(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else on_host(value)
 
 
+@contextlib.contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """A scope in which the CPU's random numbers come from a seed; they go on as before after it."""
+    if seed is None:
+        yield
+        return
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
 def write(destination: Tensor, source: Tensor) -> None:
     """Copy a CPU tensor into the CPU's view of device memory."""
     with OnHost():
@@ -148,6 +167,7 @@ class Operator:
             self.results.append(source)
         self.indexes = self.name.startswith(INDEXING)
         self.data_dependent = bool(DATA_DEPENDENT & set(overload.tags)) and not self.indexes
+        self.random = torch.Tag.nondeterministic_seeded in overload.tags
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Queue the work; the results exist now, what is in them appears when the queue gets there."""
@@ -164,8 +184,13 @@ class Operator:
             return self.run_now(arguments, kwargs, index)
         inferred = self._infer(arguments, kwargs)
         if inferred is None:  # a limit of the simulation, not a host wait
+            if simulator.capture is not None:
+                raise NotImplementedError(
+                    f"torch has no meta kernel for {self.name}, so the simulator cannot capture it"
+                )
             self.device.without_meta_kernel.add(self.name)
-            simulator.queue(index, simulator.current_stream(index)).run_all()
+            with simulator.lock:
+                simulator.queue(index, simulator.current_stream(index)).run_all()
             return self.run_now(arguments, kwargs, index)
         layouts, resized = inferred
         for position, (name, shape, stride) in resized.items():
@@ -181,13 +206,16 @@ class Operator:
                 [] if source else [host_view(tensor) for tensor in tensors_in(result)]
                 for result, source in zip(results, self.results, strict=True)
             ]
+        seed = self._draw_seed(arguments, kwargs)
 
         def run() -> None:
-            computed = self._compute(*launched)
+            computed = self._compute(*launched, seed)
             for tensors, value, source in zip(destinations, self._as_list(computed), self.results, strict=True):
                 if source is None:
                     for destination, content in zip(tensors, tensors_in(value), strict=True):
-                        write(destination, content)
+                        # Of some results that nobody needs, one of CPU kernel and meta kernel makes nothing.
+                        if content.numel() and destination.numel():
+                            write(destination, content)
 
         simulator.submit(run, self.name, index)
         return _unpack(results)
@@ -196,8 +224,9 @@ class Operator:
         """Compute at once, for what has to know the data."""
         self.device.simulator.raise_fault()
         self.device.simulator.kernels.append(self.name)
+        seed = self._draw_seed(args, kwargs)
         with OnHost():
-            computed = self._compute(map_leaves(on_host, args), map_leaves(on_host, kwargs))
+            computed = self._compute(map_leaves(on_host, args), map_leaves(on_host, kwargs), seed)
         results = [
             _argument(source, args, kwargs) if source else map_leaves(lambda t: _upload(t, index), value)
             for value, source in zip(self._as_list(computed), self.results, strict=True)
@@ -226,13 +255,26 @@ class Operator:
         simulator.wait_for_stream("cpu fallback", self.name, index)
         return self.run_now(arguments, kwargs, index)
 
-    def _compute(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, args: list[Any], kwargs: dict[str, Any], seed: int | None) -> Any:
         """The CPU's result; the tensors among the arguments are on the CPU."""
         if self.takes_device:
             kwargs = {**kwargs, "device": HOST}
             kwargs.pop("pin_memory", None)
-        with OnHost():
+        with OnHost(), _seeded(seed):
             return self.overload(*args, **kwargs)
+
+    def _draw_seed(self, args: list[Any], kwargs: dict[str, Any]) -> int | None:
+        """A random kernel's seed, drawn when it is queued: what it gives does not depend on when it runs."""
+        if not self.random:
+            return None
+        generators = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator))
+        generator = next(generators, self.device.simulator.generator)
+        on_cpu = torch.Generator()  # a device's generator draws on its device only, and its state is the CPU's
+        on_cpu.set_state(generator.get_state())
+        with OnHost():
+            seed = int(torch.randint(2**62, (), generator=on_cpu, device=HOST))
+        generator.set_state(on_cpu.get_state())
+        return seed
 
     def _as_list(self, computed: Any) -> list[Any]:
         if len(self.results) == 1:
@@ -268,11 +310,9 @@ class Operator:
             elif tensor.device.index != index and tensor.dim():
                 stranger = tensor
         if index is None:
-            device = kwargs.get("device")
-            given = device.index if isinstance(device, torch.device) else None
-            return simulator.current_device() if given is None else given
+            return self.device.index_of(kwargs.get("device"))
         if stranger is not None:
-            if not self.indexes:
+            if not (self.indexes and any(stranger is tensor for tensor in args[1])):
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but found at least two devices, "
                     f"{simulator.name}:{index} and {stranger.device}! ({self.name})"
@@ -342,8 +382,6 @@ def _upload(value: Any, index: int) -> Any:
 def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
         return META
-    if value.device.type == "cpu" and value.dim() == 0:
-        return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
 
 
@@ -359,17 +397,18 @@ def _signature(value: Any) -> Any:
 
 
 def resize(simulator: Simulator, tensor: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Give a device tensor another shape, with more memory where it takes that."""
+    """Give a device tensor another shape; in memory of its own where it takes more, which its views do not follow."""
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
-    storage = tensor.untyped_storage()
-    if (span + tensor.storage_offset()) * tensor.element_size() <= storage.nbytes():
-        _set(tensor, storage, int(tensor.storage_offset()), shape, stride)
+    storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+    there = storage.nbytes() // tensor.element_size() - offset
+    if span <= there:
+        _set(tensor, storage, offset, shape, stride)
         return
     grown = allocate(tuple(shape), tuple(stride), tensor.dtype, tensor.device.index)
-    kept = min(storage.nbytes() // tensor.element_size(), grown.numel())
+    kept = min(there, grown.numel())
     if kept:
         with OnHost():
-            before, after = tensor.as_strided((kept,), (1,), 0), grown.as_strided((kept,), (1,))
+            before, after = tensor.as_strided((kept,), (1,), offset), grown.as_strided((kept,), (1,))
             read, written = on_host(before), on_host(after)
         simulator.submit(lambda: write(written, read), "aten::copy_", tensor.device.index)
     _set(tensor, grown.untyped_storage(), 0, shape, stride)
@@ -417,6 +456,8 @@ class SimulatedOperators:
                 overload = _overload(name)
                 if overload is None:
                     continue  # the vendor's torch has it, this one has not
+                if torch.Tag.inplace_view in overload.tags:
+                    continue  # no work: it changes the tensor itself, which torch does
                 if has_kernel(name, "CompositeImplicitAutograd") and name not in WITHOUT_GRADIENT:
                     continue  # torch's decomposition, so that autograd sees through it
                 operator = self.operator(overload)
@@ -424,6 +465,8 @@ class SimulatedOperators:
                     self._implement(name, operator)
                 elif has_kernel(name, "CPU"):
                     self._implement(name, _view(overload))
+            for key in ("Conjugate", "Negative"):  # the copy sees to these bits itself, see host_view
+                self._libraries[0].impl("_copy_from", torch.library.fallthrough_kernel, key)
             fallbacks = self._libraries[1]
             fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
             if self.vendor is not None and self.vendor.falls_back_to_cpu:
@@ -462,6 +505,7 @@ class SimulatedOperators:
             "aten::set_.source_Tensor": lambda tensor, source: _set(
                 tensor, source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
             ),
+            "aten::set_": self._set_to_nothing,
             "aten::_copy_from": self._copy,
             "aten::_local_scalar_dense": self._item,
             "aten::equal": self._equal,
@@ -491,7 +535,7 @@ class SimulatedOperators:
             device=META,
             memory_format=memory_format or torch.contiguous_format,
         )
-        return allocate(tuple(like.shape), like.stride(), like.dtype, self._index(device))
+        return allocate(tuple(like.shape), like.stride(), like.dtype, self.index_of(device))
 
     def _empty_strided(
         self,
@@ -503,10 +547,13 @@ class SimulatedOperators:
         device: torch.device | None = None,
         pin_memory: object = None,
     ) -> Tensor:
-        return allocate(tuple(size), tuple(stride), dtype or torch.get_default_dtype(), self._index(device))
+        return allocate(tuple(size), tuple(stride), dtype or torch.get_default_dtype(), self.index_of(device))
 
-    def _index(self, device: torch.device | None) -> int:
-        return self.simulator.current_device() if device is None or device.index is None else device.index
+    def index_of(self, device: torch.device | None) -> int:
+        return self.simulator.index_of(None if device is None else device.index)
+
+    def _set_to_nothing(self, tensor: Tensor) -> Any:
+        return _set(tensor, allocate((0,), (1,), tensor.dtype, tensor.device.index).untyped_storage(), 0, (0,))
 
     def _resize(self, tensor: Tensor, size: Any, memory_format: torch.memory_format | None = None) -> Tensor:
         like = torch.empty(size, device=META, memory_format=memory_format or torch.contiguous_format)
@@ -515,7 +562,7 @@ class SimulatedOperators:
 
     def _copy(self, source: Tensor, destination: Tensor, non_blocking: bool = False) -> Tensor:
         with OnHost():
-            read, written = on_host(source).expand(destination.shape), on_host(destination)
+            read, written = on_host(source).expand(destination.shape), on_host(destination).detach()
         if destination.device.type == "cpu":
             self._copy_to_host(read, written, source.device.index, non_blocking)
         elif source.device.type == "cpu":
@@ -540,7 +587,7 @@ class SimulatedOperators:
 
     def _copy_to_host(self, read: Tensor, written: Tensor, index: int, non_blocking: bool) -> None:
         self.simulator.submit(lambda: write(written, read), "copy to host", index)
-        # The vendors stage a strided destination in unpinned memory, and unpinned memory waits.
+        # The vendors stage a strided destination in unpinned memory, and unpinned memory waits (on musa, or races).
         if not (non_blocking and written.is_contiguous() and written.is_pinned()):
             why = ", although non_blocking: the destination is not contiguous pinned memory" if non_blocking else ""
             self.simulator.wait_for_stream("copy to host", f"a copy from device to host{why}", index)
@@ -559,6 +606,8 @@ class SimulatedOperators:
             return host_view(tensor).item()
 
     def _equal(self, one: Tensor, other: Tensor) -> bool:
+        if one.device != other.device:
+            raise RuntimeError(f"Cannot compare two tensors on different devices. Got: {one.device} and {other.device}")
         self.simulator.wait_for_stream("item", "aten::equal, read by the host", one.device.index)
         with OnHost():
             return torch.equal(host_view(one), host_view(other))

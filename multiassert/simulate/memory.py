@@ -57,7 +57,9 @@ def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype,
 
 
 def host_view(tensor: Tensor) -> Tensor:
-    """A CPU tensor over the bytes of a device tensor; keeps its storage alive."""
+    """A CPU tensor over the bytes of a device tensor; keeps its storage alive, whatever becomes of the tensor."""
     if _travels_as_bytes(tensor.dtype):
         return _relabel(torch.ops.aten.view.dtype(tensor, torch.uint8), _CPU, 0).view(tensor.dtype)
-    return _relabel(tensor, _CPU, 0)
+    view = _relabel(tensor.detach(), _CPU, 0)
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view

@@ -145,7 +145,9 @@ class Simulator:
         self.name = name
         self.lock = threading.RLock()
         self.current_device: Callable[[], int] = lambda: 0
+        self.device_count = 1
         self.compiled_half = False
+        self.generator = torch.Generator()  # what random kernels draw from where they are given no generator
         self._next_id = 1
         self.reset()
 
@@ -156,7 +158,7 @@ class Simulator:
             self.eager = eager
             self.fault: Exception | None = None
             self.capture: Graph | None = None
-            self._forbidden = 0
+            self._forbidden = False
             self._queues: dict[tuple[int, int], Queue] = {}
             self._current = threading.local()
             self._events: dict[int, tuple[Queue, Work]] = {}
@@ -194,20 +196,21 @@ class Simulator:
     @property
     def pending(self) -> int:
         """How many entries have not run yet, on all streams."""
-        return sum(len(queue.work) for queue in self._queues.values())
+        with self.lock:
+            return sum(len(queue.work) for queue in self._queues.values())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A scope in which a host wait raises HiddenSync, at the line that would have waited."""
-        self._forbidden += 1
+        before, self._forbidden = self._forbidden, True
         try:
             yield
         finally:
-            self._forbidden -= 1
+            self._forbidden = before
 
     def forbid_waits(self, forbidden: bool) -> None:
         """What `no_sync` does, without a scope, as the vendors' sync-debug mode "error" does."""
-        self._forbidden = int(forbidden)
+        self._forbidden = forbidden
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Ledger]:
@@ -273,6 +276,14 @@ class Simulator:
         if self.fault is not None:
             raise DeviceFault(str(self.fault)) from self.fault
 
+    def index_of(self, index: int | None) -> int:
+        """A device's number, the current device's where none is given; raises where there is no such device."""
+        if index is None:
+            return self.current_device()
+        if not 0 <= index < self.device_count:
+            raise RuntimeError(f"invalid device ordinal: {self.name}:{index}, {self.device_count} simulated")
+        return index
+
     # Streams and events, by number; stream 0 is each device's default. Torch's own guard asks these questions too,
     # through the compiled half, which knows them by these names.
 
@@ -296,7 +307,12 @@ class Simulator:
         return self._next_id
 
     def stream_query(self, index: int, stream: int) -> bool:
-        return not self.queue(index, stream).work
+        if self.capture is not None:
+            raise RuntimeError("operation not permitted when stream is capturing: a stream was asked")
+        if self.queue(index, stream).work:
+            return False
+        self.raise_fault()
+        return True
 
     def stream_sync(self, index: int, stream: int) -> None:
         with self.lock:
@@ -317,9 +333,11 @@ class Simulator:
 
     def event_block(self, event: int, index: int, stream: int) -> None:
         queue = self.queue(index, stream)
-        source, marker = self._events[event]
-        if not marker.done and source is not queue:
-            self.submit(None, "wait for event", index, queue=queue, after=(source, marker))
+        recorded = self._events.get(event)  # None where a reset has forgotten it
+        if recorded is not None and not recorded[1].done and recorded[0] is not queue:
+            if self.capture is not None and recorded[0] is self.capture.queue:
+                raise NotImplementedError("a capture that goes on to a second stream is not simulated")
+            self.submit(None, "wait for event", index, queue=queue, after=recorded)
 
     def event_query(self, event: int) -> bool:
         if self.capture is not None:
