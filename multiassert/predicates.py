@@ -84,8 +84,7 @@ class Check:
     bounds: tuple[Number | None, Number | None]  # the caller's own bounds, for the report
     shift: int = 0  # what to add to an observed integer to get the tensor's value (uint64 is kept shifted)
     fixed_value: float | None = None  # the offending value, where the observation only says that it is there
-    # Applied to int64 values first, where a bound lies past int64 and so every value is outside on one side.
-    clamp: tuple[int, int] | None = None
+    prefers_lowest: bool = False  # of one kind on both sides, whether the lowest value is the worst one
     masked: int | None = None  # a sentinel of out_of_bounds that no limit can excuse
     name: str = ""  # by which compiled code finds it again
 
@@ -118,7 +117,8 @@ class Check:
         below = Finding(self.kinds[0], self.headlines[0], low_cells, value_below, self.bounds[0])
         above = Finding(self.kinds[1], self.headlines[1], high_cells, value_above, self.bounds[1])
         if self.one_kind and low_cells and high_cells:
-            return [above._replace(cells=sorted({*low_cells, *high_cells}))]
+            worst = below if self.prefers_lowest else above
+            return [worst._replace(cells=sorted({*low_cells, *high_cells}))]
         return [finding for finding in (below, above) if finding.cells]
 
     def _value(self, observed: Number) -> Number:
@@ -211,8 +211,6 @@ def out_of_bounds(indices: Tensor, low: Bound, high: Bound, sentinel: SupportsIn
     check = _bounds_check(indices.dtype, _integer(low, "low"), _integer(high, "high"), excused)
     values = _integer_values(indices)
     counts = None if check.masked is None else values != check.masked - check.shift
-    if check.clamp is not None and values.dtype is torch.int64:
-        values = values.clamp(*check.clamp)
     return Observation(check, values, values, counts)
 
 
@@ -285,16 +283,14 @@ def replace_out_of_bounds(indices: Tensor, low: Bound, high: Bound, fill: Suppor
     shift = 2**63 if indices.dtype is torch.uint64 else 0
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         values = values.to(torch.int64)
-        inside = (values >= _tensor_bound(low, "low", indices, shift)) & (
-            values < _tensor_bound(high, "high", indices, shift)
-        )
-        return torch.where(inside, indices, replacement)
+        inside = ~_is_below(values, low, "low", indices, shift) & _is_below(values, high, "high", indices, shift)
+        return torch.where(inside, indices, bool(replacement) if indices.dtype is torch.bool else replacement)
     floor, ceiling = _integer(low, "low"), _integer(high, "high") - 1
     if not floor <= replacement <= ceiling:
         raise ValueError(f"fill must be inside [low, high) = [{floor}, {ceiling + 1}), got {replacement}")
     lowest, highest = _integer_range(values.dtype)
-    nearest = values.clamp(max(floor - shift, lowest), min(ceiling - shift, highest))
-    return torch.where(values == nearest, indices, replacement)
+    nearest = values.to(torch.int64).clamp(max(floor - shift, lowest), min(ceiling - shift, highest))
+    return torch.where(values == nearest, indices, bool(replacement) if indices.dtype is torch.bool else replacement)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,12 +337,25 @@ def _bounds_check(dtype: torch.dtype, low: int, high: int, sentinel: int | None)
         f"index >= {high} (out of range):",
     )
     floor, ceiling = floor - shift, ceiling - shift
-    clamp = None
-    if floor > INT64_MAX or ceiling < INT64_MIN:
-        clamp = (INT64_MIN + 1, INT64_MAX) if ceiling < INT64_MIN else (INT64_MIN, INT64_MAX - 1)
+    kinds, bounds = ("low", "high"), (low, high)
+    nothing_is_fine = floor > INT64_MAX or ceiling < INT64_MIN
+    if nothing_is_fine:
+        # Whatever is seen at all is outside on one side: limits that every value breaks, with the words of that side.
+        side = 0 if floor > INT64_MAX else 1
+        kinds, headlines, bounds = (kinds[side],) * 2, (headlines[side],) * 2, (bounds[side],) * 2
+        floor, ceiling = INT64_MAX, INT64_MIN
     floor, ceiling = _clamp_to_int64(floor), _clamp_to_int64(ceiling)
-    kinds = "low", "high"
-    return Check(torch.int64, floor, ceiling, kinds, headlines, (low, high), shift, clamp=clamp, masked=sentinel)
+    return Check(
+        torch.int64,
+        floor,
+        ceiling,
+        kinds,
+        headlines,
+        bounds,
+        shift,
+        prefers_lowest=kinds[0] == kinds[1] == "low",
+        masked=sentinel,
+    )
 
 
 @check_factory
@@ -368,12 +377,16 @@ def _page_check(page_size: int) -> Check:
 @check_factory
 def _range_check(dtype: torch.dtype, plane: torch.dtype, low: Number, high: Number) -> Check:
     shift = 2**63 if dtype is torch.uint64 else 0
+    bounds, prefers_lowest = (low, high), False
     if plane is torch.int64:
         floor, ceiling = _integer_limits(low, high, shift)
+        if (floor, ceiling) == (INT64_MAX, INT64_MIN):  # every value is outside, and on the same side
+            prefers_lowest = _ceil(low) - shift > INT64_MAX
+            bounds = (low, low) if prefers_lowest else (high, high)
     else:
         floor, ceiling = _round_to(dtype, low), _round_to(dtype, high)
-    headline = f"value outside [{low}, {high}]:"
-    return Check(plane, floor, ceiling, ("range", "range"), (headline,) * 2, (low, high), shift)
+    headlines = (f"value outside [{low}, {high}]:",) * 2
+    return Check(plane, floor, ceiling, ("range", "range"), headlines, bounds, shift, prefers_lowest=prefers_lowest)
 
 
 @check_factory
@@ -382,6 +395,8 @@ def _sum_check(dtype: torch.dtype, plane: torch.dtype, expected: Number) -> Chec
         floor, ceiling = _integer_limits(expected, expected, 0)
     else:
         floor = ceiling = _round_to(dtype, expected)
+        if abs(expected) > torch.finfo(dtype).max and not _is_infinite(expected):
+            floor, ceiling = math.inf, -math.inf  # no sum is a number beyond its dtype
     headline = f"sum is not {expected}:"
     return Check(plane, floor, ceiling, ("cond", "cond"), (headline,) * 2, (expected, expected))
 
@@ -562,26 +577,35 @@ def _outside_tensor_bounds(indices: Tensor, low: Bound, high: Bound, sentinel: i
         shift,
     )
     values = _integer_values(indices)
-    # In int64 there is room for every bound, and none of the comparisons can wrap.
-    values = values.to(torch.int64).clamp(INT64_MIN + 1, INT64_MAX - 1) if shift else values.to(torch.int64)
+    values = values.to(torch.int64)  # there is room for every bound, and no comparison can wrap
     counts = None
     if sentinel is not None and _fits(sentinel, indices.dtype):
         counts = values != sentinel - shift
-    below = values < _tensor_bound(low, "low", indices, shift)
-    above = values >= _tensor_bound(high, "high", indices, shift)
-    return Observation(check, torch.where(below, values, INT64_MAX), torch.where(above, values, INT64_MIN), counts)
+    below = _is_below(values, low, "low", indices, shift)
+    above = ~_is_below(values, high, "high", indices, shift)
+    low_values = high_values = values
+    if indices.dtype.itemsize == 8:
+        # One end of int64 stands for "nothing seen". A value there is still seen, and told as the one next to it.
+        low_values, high_values = values.clamp(max=INT64_MAX - 1), values.clamp(min=INT64_MIN + 1)
+    return Observation(
+        check, torch.where(below, low_values, INT64_MAX), torch.where(above, high_values, INT64_MIN), counts
+    )
 
 
-def _tensor_bound(bound: Bound, name: str, indices: Tensor, shift: int) -> Tensor | int:
+def _is_below(values: Tensor, bound: Bound, name: str, indices: Tensor, shift: int) -> Tensor:
+    """Where int64 values, shifted, are below a bound that is not."""
     if not isinstance(bound, Tensor):
-        return _clamp_to_int64(_integer(bound, name) - shift)
+        limit = _integer(bound, name) - shift
+        if INT64_MIN <= limit <= INT64_MAX:
+            return values < limit
+        return torch.full_like(values, limit > INT64_MAX, dtype=torch.bool)
     require_integers(bound, name)
     if bound.dtype is torch.uint64:
         raise TypeError(f"{name} must be a tensor of a dtype that int64 can hold, got {bound.dtype}")
     if bound.device != indices.device and bound.ndim:
         raise ValueError(f"{name} must be on the device of indices ({indices.device}), got {bound.device}")
     bound = bound.to(torch.int64)
-    return bound.clamp(min=0) ^ INT64_MIN if shift else bound
+    return values < (bound.clamp(min=0) ^ INT64_MIN if shift else bound)
 
 
 def require_integers(tensor: Tensor, name: str) -> None:
@@ -609,9 +633,9 @@ def _require_real(tensor: Tensor) -> None:
 
 
 def _integer_limits(low: Number, high: Number, shift: int) -> tuple[Number, Number]:
-    """Limits in the int64 plane for `[low, high]`; where no integer can be inside, a floor above its ceiling."""
+    """Limits in the int64 plane for `[low, high]`; where no int64 can be inside, limits that every value breaks."""
     floor, ceiling = _ceil(low) - shift, _floor(high) - shift
-    if floor > min(ceiling, INT64_MAX) or ceiling < INT64_MIN:
+    if floor > INT64_MAX or ceiling < INT64_MIN:
         return INT64_MAX, INT64_MIN
     return _clamp_to_int64(floor), _clamp_to_int64(ceiling)
 
@@ -620,17 +644,31 @@ def _clamp_to_int64(value: Number) -> int:
     return int(min(max(value, INT64_MIN), INT64_MAX))
 
 
+def _is_infinite(value: Number) -> bool:
+    return isinstance(value, float) and math.isinf(value)  # math.isinf takes no int beyond the floats
+
+
 def _ceil(value: Number) -> Number:
-    return value if math.isinf(value) else math.ceil(value)
+    return value if _is_infinite(value) else math.ceil(value)
 
 
 def _floor(value: Number) -> Number:
-    return value if math.isinf(value) else math.floor(value)
+    return value if _is_infinite(value) else math.floor(value)
 
 
 def _round_to(dtype: torch.dtype, value: Number) -> float:
     """The nearest value of `dtype`, but a finite one for a finite value: past the largest, Inf must stay outside."""
-    if not math.isinf(value):
+    if not _is_infinite(value):
         largest = torch.finfo(dtype).max
         value = min(max(value, -largest), largest)
-    return float(torch.tensor(float(value), dtype=torch.float64, device="cpu").to(dtype))
+    # From an int in one step: by way of float64 it would be rounded twice.
+    exact = (
+        torch.tensor(value, device="cpu")
+        if _is_int64(value)
+        else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    )
+    return float(exact.to(dtype))
+
+
+def _is_int64(value: Number) -> bool:
+    return isinstance(value, int) and INT64_MIN <= value <= INT64_MAX

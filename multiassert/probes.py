@@ -78,9 +78,10 @@ def maybe_detect_oob(
 
     Below and above are two kinds, `low` and `high`, and may both be reported. Bounds are ints of any size, or integer
     tensors on the same device that broadcast (a length per row), and may differ from call to call. Comparisons are
-    exact for every integer dtype. It reports and does not prevent: what a bad index destroys before the host looks is
-    destroyed; `sanitize_oob` is there for that. Raises TypeError for indices that are no integers, ValueError for low
-    above high; otherwise as `maybe_detect_nan`.
+    exact for every integer dtype. (With bounds that are tensors, the record tells the very last value of 64 bits on
+    either side as the one next to it.) It reports and does not prevent: what a bad index destroys before the host looks
+    is destroyed; `sanitize_oob` is there for that. Raises TypeError for indices that are no integers, ValueError for
+    low above high; otherwise as `maybe_detect_nan`.
     """
     __tracebackhide__ = True
     if settings.active and indices is not None:

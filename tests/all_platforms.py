@@ -1,7 +1,7 @@
 """Run the tests on every platform that can be had on this machine, each in a process of its own, and sum them up.
 
-    python -m tests.all_platforms                    cpu, simulated npu, simulated musa and a device of no vendor
-    python -m tests.all_platforms cpu,npu -- -x      these, with options for pytest
+python -m tests.all_platforms                    cpu, simulated npu, simulated musa and a device of no vendor
+python -m tests.all_platforms cpu,npu -- -x      these, with options for pytest
 """
 
 from __future__ import annotations
