@@ -35,6 +35,8 @@ PATIENCE_WITH_STEPS = 40
 
 SECONDS_BETWEEN_LOGS = 10.0  # of one site, in mode warn
 ROWS_LISTED = 4096  # more rows than that are told as one range
+# A run in mode warn that only reads the log never calls poll(). The first causes are kept for it; all are logged.
+KEPT_FOR_POLL = 10_000
 
 
 class _Log:
@@ -363,7 +365,10 @@ def _hand_over(violations: list[tuple[Violation, bool]]) -> None:
     with _delivery.lock:
         for violation, raises in violations:
             # Kept before anything of the caller's runs, so that nothing it does can lose a violation.
-            (_delivery.to_raise if raises else _delivery.to_return).append(violation)
+            if raises:
+                _delivery.to_raise.append(violation)
+            elif len(_delivery.to_return) < KEPT_FOR_POLL:
+                _delivery.to_return.append(violation)
         outermost, _delivery.handing_over = not _delivery.handing_over, True
         for violation, raises in violations:
             for callback in list(_delivery.callbacks):

@@ -17,15 +17,18 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COUNTS = ("tests", "failures", "errors", "skipped")
 
 
-def run(platform: str, options: list[str], report: pathlib.Path) -> tuple[int, dict[str, int], float]:
-    """Run pytest on one platform: its exit code, its counts, its seconds."""
+def run(platform: str, options: list[str], report: pathlib.Path) -> tuple[int, dict[str, int], float, list[str]]:
+    """Run pytest on one platform: its exit code, its counts, its seconds, and the numbers that tests recorded."""
     command = [sys.executable, "-m", "pytest", "--platform", platform, f"--junitxml={report}", *options]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if not report.exists():
-        return code or 1, dict.fromkeys(COUNTS, 0), 0.0
-    suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
+        return code or 1, dict.fromkeys(COUNTS, 0), 0.0, []
+    root = xml.etree.ElementTree.parse(report).getroot()
+    suite = root.find("testsuite")
     attributes = {} if suite is None else suite.attrib
-    return code, {name: int(attributes.get(name, 0)) for name in COUNTS}, float(attributes.get("time", 0))
+    counts = {name: int(attributes.get(name, 0)) for name in COUNTS}
+    recorded = [f"{item.attrib['name']}: {item.attrib['value']}" for item in root.iter("property")]
+    return code, counts, float(attributes.get("time", 0)), recorded
 
 
 def main(arguments: list[str]) -> int:
@@ -33,11 +36,12 @@ def main(arguments: list[str]) -> int:
     chosen, _, rest = " ".join(arguments).partition("--")
     platforms = [name for name in chosen.replace(" ", "").split(",") if name] or list(PLATFORMS)
     worst = 0
+    numbers: list[str] = []
     lines = [f"{'platform':10}{'tests':>8}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
     with tempfile.TemporaryDirectory() as folder:
         for platform in platforms:
             print(f"\n{platform}", flush=True)
-            code, counts, seconds = run(platform, rest.split(), pathlib.Path(folder, f"{platform}.xml"))
+            code, counts, seconds, recorded = run(platform, rest.split(), pathlib.Path(folder, f"{platform}.xml"))
             worst = worst or code
             failed = counts["failures"] + counts["errors"]
             passed = counts["tests"] - failed - counts["skipped"]
@@ -45,7 +49,8 @@ def main(arguments: list[str]) -> int:
                 f"{platform:10}{counts['tests']:8}{passed:8}{failed:8}{counts['skipped']:9}{seconds:9.0f}"
                 + (f"   exit code {code}" if code else "")
             )
-    print("\n" + "\n".join(lines))
+            numbers += [f"{platform}: {number}" for number in recorded]
+    print("\n" + "\n".join([*lines, "", *numbers]))
     return worst
 
 
