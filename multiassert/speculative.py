@@ -13,11 +13,8 @@ from torch import Tensor
 
 from multiassert import predicates
 from multiassert.probes import maybe_detect_oob
-from multiassert.sites import Site
 
 CacheLocations = tuple[Tensor, Tensor, Tensor]
-
-_ACCEPT_INDEX = Site("get_src_tgt_cache_loc: accept_index", __file__, 0, "get_src_tgt_cache_loc")
 
 
 def get_src_tgt_cache_loc(
@@ -53,8 +50,10 @@ def get_src_tgt_cache_loc(
     if out_cache_loc.ndim != 1:
         raise ValueError(f"out_cache_loc must be 1-dimensional, got shape {tuple(out_cache_loc.shape)}")
     predicates.require_integers(accept_index, "accept_index")
-    maybe_detect_oob(accept_index, -1, out_cache_loc.shape[0], _ACCEPT_INDEX)
-    compute = _cache_locations if accept_index.device.type == "npu" else _compiled_cache_locations()
+    maybe_detect_oob(accept_index, -1, out_cache_loc.shape[0], "get_src_tgt_cache_loc: accept_index")
+    if accept_index.device.type == "npu" or torch.compiler.is_compiling():
+        return _cache_locations(seq_lens, out_cache_loc, accept_index, num_correct_drafts, draft, page)
+    compute = _compiled_cache_locations()
     return compute(seq_lens, out_cache_loc, accept_index, num_correct_drafts, draft, page)
 
 

@@ -56,6 +56,22 @@ def test_the_filler_is_fine_and_anything_else_out_of_range_is_named() -> None:
         with pytest.raises(multiassert.AsyncAssertionError, match="get_src_tgt_cache_loc: accept_index") as raised:
             multiassert.step()
     assert [(v.kind, v.rows, v.value) for v in raised.value.violations] == [("low", (1,), -2), ("high", (2,), 8)]
+    assert {v.site.file for v in raised.value.violations} == {__file__}
+
+
+def test_it_is_part_of_compiled_code() -> None:
+    def verify(accept_index: torch.Tensor) -> torch.Tensor:
+        return get_src_tgt_cache_loc(
+            torch.tensor([5]), torch.arange(100, 108), accept_index, torch.tensor([0]), DRAFT, 1
+        )[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(verify, backend="aot_eager", fullgraph=True)
+    with multiassert.override("warn"):
+        assert compiled(torch.tensor([0, 3, -1])).tolist() == [100, 103, 0]
+        assert multiassert.drain() == []
+        assert compiled(torch.tensor([0, 3, 9])).tolist() == [100, 103, 0]
+        assert [(v.kind, v.value, v.site.file) for v in multiassert.drain()] == [("high", 9, __file__)]
 
 
 def test_it_is_compiled_except_on_npu() -> None:
