@@ -103,9 +103,9 @@ def step(tag: object = None, rows: Sequence[object] | None = None) -> None:
     with delivery.lock:
         stamp = Stamp(delivery.step, True, tag, None if rows is None else tuple(rows))
         _hand_over(_arrived())  # first, since it frees the memory of another snapshot
-        delivery.step += 1
         delivery.steps_are_called = True
         _send_all(stamp)
+        delivery.step += 1
     error = look()
     if error is not None:
         raise error
@@ -156,7 +156,8 @@ def raise_if_error() -> None:
 def suspend() -> Iterator[None]:
     """A scope in which the probes of this thread record nothing, for warm-up and dummy weights; touches no device.
 
-    A graph captured inside has no probes in it.
+    A graph captured inside has no probes in it. Compiled code has no threads to tell apart: while any thread is inside,
+    probes in compiled code that runs then record nothing.
     """
     thread = threading.get_ident()
     with _delivery.lock:
@@ -199,6 +200,8 @@ def current_step() -> int:
 def after_record(device_state: DeviceState) -> RuntimeError | None:
     """What a probe does once it has recorded: snapshot if it is time, and look if something is under way."""
     delivery = _delivery
+    if device_state.is_capturing():
+        return None  # an event may not even be asked while a graph is being captured
     patience = PATIENCE_WITH_STEPS if delivery.steps_are_called else 1
     if (
         device_state.calls_since_snapshot >= CALLS_BETWEEN_SNAPSHOTS * patience
@@ -228,8 +231,10 @@ def describe(
     block: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],
+    sequence: int,
 ) -> list[Violation]:
-    """The records of one site's findings."""
+    """The records of one site's findings; `sequence` orders them among those of other sites."""
+    first_step = min(first_step, stamp.step)  # another thread may have ended the step meanwhile
     violations = []
     text = text_of(site, message)
     with _delivery.lock:
@@ -257,6 +262,7 @@ def describe(
                 shape=shape,
                 order=order,
                 headline=finding.headline,
+                sequence=sequence,
             )
         )
     return violations
@@ -269,7 +275,11 @@ def describe(
 def _send_all(stamp: Stamp) -> None:
     with _delivery.lock:
         for device_state in state.all_states():
-            snapshot = device_state.snapshot(stamp)
+            try:
+                snapshot = device_state.snapshot(stamp)
+            except RuntimeError as failure:  # of the device: what is on the host already is told first
+                _delivery.device_failure = failure
+                continue
             if snapshot is not None:
                 _delivery.under_way.append(snapshot)
 
@@ -311,7 +321,7 @@ def _look_and_return() -> list[Violation]:
         if error is not None and (isinstance(error, AsyncAssertionError) or not _delivery.to_return):
             raise error
         violations, _delivery.to_return = _delivery.to_return, []
-    return violations
+    return sorted(violations, key=_by_first_cause)
 
 
 def _error() -> AsyncAssertionError | None:
@@ -319,7 +329,7 @@ def _error() -> AsyncAssertionError | None:
         if _delivery.handing_over:
             return None  # a callback looks: what it was called for is raised after it, and not into it
         violations, _delivery.to_raise = _delivery.to_raise, []
-    return AsyncAssertionError(violations) if violations else None
+    return AsyncAssertionError(sorted(violations, key=_by_first_cause)) if violations else None
 
 
 def _arrived() -> list[tuple[Violation, bool]]:
@@ -341,7 +351,7 @@ def _arrived() -> list[tuple[Violation, bool]]:
 def _raises(snapshot: Snapshot, hit: Hit) -> bool:
     if hit.seen.raises is not None:
         return hit.seen.raises
-    return settings.current.of(snapshot.state.backend.name) is not Mode.WARN
+    return settings.last_on.of(snapshot.state.backend.name) is not Mode.WARN
 
 
 def _violations_of(snapshot: Snapshot, hit: Hit) -> list[Violation]:
@@ -357,6 +367,7 @@ def _violations_of(snapshot: Snapshot, hit: Hit) -> list[Violation]:
         block=seen.block,
         dtype=seen.dtype,
         shape=seen.shape,
+        sequence=seen.order,
     )
 
 
@@ -370,21 +381,23 @@ def _hand_over(violations: list[tuple[Violation, bool]]) -> None:
             elif len(_delivery.to_return) < KEPT_FOR_POLL:
                 _delivery.to_return.append(violation)
         outermost, _delivery.handing_over = not _delivery.handing_over, True
-        for violation, raises in violations:
-            for callback in list(_delivery.callbacks):
-                try:
-                    callback(violation)
-                except Exception:
-                    logger.exception("a callback of on_violation raised; the violation was: %s", violation.log_line)
-            if not raises:
-                _delivery.log.write(violation)
-        if outermost:
-            _delivery.handing_over = False
+        try:
+            for violation, raises in violations:
+                for callback in list(_delivery.callbacks):
+                    try:
+                        callback(violation)
+                    except Exception:
+                        logger.exception("a callback of on_violation raised; the violation was: %s", violation.log_line)
+                if not raises:
+                    _delivery.log.write(violation)
+        finally:  # a callback may be left by an interrupt, too
+            if outermost:
+                _delivery.handing_over = False
 
 
 def _by_first_cause(violation: Violation) -> tuple[int, int]:
     last_step = violation.step if isinstance(violation.step, int) else violation.step[1]
-    return last_step, violation.order
+    return last_step, violation.sequence
 
 
 def _rows(cells: list[int], block: int, shape: tuple[int, ...]) -> tuple[int | range, ...]:

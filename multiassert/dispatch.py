@@ -46,13 +46,15 @@ def route_of(device: torch.device) -> Route:
     """The route for tensors of `device`; raises ValueError where mode `trap` would be silent or would wait."""
     route = _routes.get(device)
     if route is None:
-        route = _routes[device] = _find_route(device)
+        modes = settings.current
+        route = _find_route(device, modes)
+        if modes is settings.current:  # else another thread has changed them, and this route would stay
+            _routes[device] = route
     return route
 
 
-def _find_route(device: torch.device) -> Route:
+def _find_route(device: torch.device, modes: settings.Modes) -> Route:
     backend = backends.for_device_type(device.type)
-    modes = settings.current
     mode = modes.of(backend.name)
     if device.type == "meta" or mode is Mode.OFF:
         return Route(backend, None, False)
@@ -154,6 +156,7 @@ def _probe(
         block=observed.block,
         dtype=tensor.dtype,
         shape=shape,
+        sequence=state.next_sequence(),
     )
     return delivery.report(violations, raises=True)
 
@@ -161,12 +164,12 @@ def _probe(
 def prewarm(device: torch.device | str) -> None:
     """Allocate the state of `device` for its current stream: what a captured graph may not do; no host wait.
 
-    Call it on the stream that the graph will be captured on. A platform whose probes are off or native needs none, and
-    it costs nothing there.
+    Call it on the stream that the graph will be captured on. A platform whose probes are off needs none, and neither
+    does the CPU in mode `auto`; it costs nothing there.
     """
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     route = route_of(device)
-    if route.mechanism is Mechanism.DEFERRED:
+    if route.mechanism in (Mechanism.DEFERRED, Mechanism.NATIVE):  # maybe_warn_nan is deferred beside a native assert
         state.state_of(route.backend, device).prewarm()
 
 

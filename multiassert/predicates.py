@@ -614,6 +614,8 @@ def require_integers(tensor: Tensor, name: str) -> None:
 
 
 def _integer(value: object, name: str) -> int:
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise TypeError(f"{name} must be known to the host, got a tensor on {value.device}: reading it would wait")
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

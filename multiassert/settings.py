@@ -140,6 +140,8 @@ def read_environment(environment: Mapping[str, str], arguments: list[str]) -> Mo
 # True while any platform is on. Probes read it as `settings.active`, and so do the guards of compiled code.
 active: bool = False
 current: Modes = Modes()
+# The latest modes that were not all off. They decide for what compiled code saw and kept no mode with.
+last_on: Modes = Modes()
 
 _lock = threading.RLock()
 _listeners: list[Callable[[], None]] = []
@@ -152,10 +154,11 @@ def on_change(listener: Callable[[], None]) -> None:
 
 def apply(modes: Modes) -> None:
     """Put `modes` in force, in this process, for all threads."""
-    global active, current
+    global active, current, last_on
     with _lock:
         current = modes
         active = modes.any_on
+        last_on = modes if active else last_on
         for listener in _listeners:
             listener()
 

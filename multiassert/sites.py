@@ -35,8 +35,11 @@ class Site:
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
 
-    def __reduce__(self) -> tuple[type[Site], tuple[str, str, int, str]]:
-        return Site, (self.message, self.file, self.line, self.function)
+    def __deepcopy__(self, memo: object) -> Site:
+        return self  # a copied layer stands at the same place
+
+    def __reduce__(self) -> tuple[Callable[..., Site], tuple[str, str, int, str]]:
+        return _register, (self.message, self.file, self.line, self.function)
 
 
 def site(message: str) -> Site:
@@ -48,7 +51,12 @@ def site(message: str) -> Site:
     if not isinstance(message, str):
         raise TypeError(f"message must be a string, got {type(message).__name__}")
     frame = sys._getframe(1)
-    made = Site(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return _register(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _register(message: str, file: str, line: int, function: str) -> Site:
+    """Make a site that compiled code may meet."""
+    made = Site(message, file, line, function)
     _made_beforehand[next(_numbers)] = made
     for prepare in _new_site_listeners:
         prepare(made)

@@ -10,12 +10,13 @@ Memory is allocated before it is used and stays in place, because captured graph
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ NOT_SENT = 0xFF  # what the host puts where the last code will arrive: no cell h
 
 # Orders what was seen across slots, streams and threads by when the host issued it.
 _sequence = itertools.count()
+
+
+def next_sequence() -> int:
+    """A number that is larger than all before."""
+    return next(_sequence)
 
 
 class Stamp(NamedTuple):
@@ -70,7 +76,7 @@ Key = tuple[Site, Check, torch.dtype, int]
 class Slot:
     """The cells of one site, with one check at a time."""
 
-    __slots__ = ("captured_rows", "index", "key", "page", "seen", "views")
+    __slots__ = ("captured_rows", "index", "key", "limits_are_captured", "order", "page", "seen", "views")
 
     def __init__(self, page: Page, index: int) -> None:
         self.page = page
@@ -79,6 +85,9 @@ class Slot:
         self.seen: Seen | None = None
         # Rows that a captured graph updates whenever it is replayed, without the host's knowledge.
         self.captured_rows = 0
+        # Whether its limits were set inside a capture, so that they are in force only once the graph is replayed.
+        self.limits_are_captured = False
+        self.order = 0
         # Views of the leading cells, by how many: making one costs more than the update itself.
         self.views: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -227,6 +236,14 @@ class DeviceState:
         self._outbox: Tensor = torch.empty(0)
         self._inboxes: list[Tensor] = []
         self._in_flight = 0
+        self._updates_unseen = False  # by captured or compiled code
+
+    def is_capturing(self) -> bool:
+        """Whether the work of this state's stream, or of the caller's, is being recorded into a graph."""
+        if self.backend.is_capturing(self.device):
+            return True
+        with self.backend.on_stream(self.stream):
+            return self.backend.is_capturing(self.device)
 
     def record(
         self,
@@ -247,11 +264,15 @@ class DeviceState:
             slot = self._slots.get(key) or self._lease(key)
             seen = slot.seen
             if seen is None:
-                seen = Seen(site, check, block, next(_sequence), step, raises, dtype, shape, message)
+                # Beside slots that captured or compiled code updates, whose calls the host does not see, the order of
+                # a step is that of the first calls.
+                order = slot.order if self._updates_unseen else next(_sequence)
+                seen = Seen(site, check, block, order, step, raises, dtype, shape, message)
                 slot.seen = self._seen[slot] = seen
             else:
-                seen.raises = seen.raises or raises
-                seen.shape = shape
+                seen.raises = True if raises else seen.raises
+                if block == 1 or shape[0] >= seen.shape[0]:  # folded rows are cut at the number of rows
+                    seen.shape = shape
                 seen.message = message
             if not self.calls_since_snapshot:
                 self.unsent_since = time.monotonic()
@@ -260,6 +281,10 @@ class DeviceState:
             slot.page.rows_in_use = max(slot.page.rows_in_use, rows)
             if self.backend.is_capturing(self.device):
                 slot.captured_rows = max(slot.captured_rows, rows)
+                self._updates_unseen = True
+            elif slot.limits_are_captured:
+                slot.page.set_limits(slot, check)
+                slot.limits_are_captured = False
             low_cells, high_cells = slot.cells(rows)
             if upper is not None:
                 torch.maximum(high_cells, upper, out=high_cells)
@@ -278,13 +303,14 @@ class DeviceState:
         shape: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """The cells of a slot that compiled code updates from now on, without the host's knowledge."""
-        with self._lock:
+        with self._lock, self.backend.on_stream(self.stream):
             key = site, check, dtype, block
             slot = self._slots.get(key) or self._lease(key)
             slot.captured_rows = ROWS
             slot.page.rows_in_use = ROWS
+            self._updates_unseen = True
             if slot.seen is None:
-                seen = Seen(site, check, block, next(_sequence), step, raises, dtype, shape, None)
+                seen = Seen(site, check, block, slot.order, step, raises, dtype, shape, None)
                 slot.seen = self._seen[slot] = seen
             return slot.cells(ROWS)
 
@@ -312,6 +338,8 @@ class DeviceState:
                 del self._slots[slot.key]
         own.append(slot)
         slot.page.set_limits(slot, check)
+        slot.limits_are_captured = self.backend.is_capturing(self.device)
+        slot.order = next(_sequence)
         slot.key = key
         self._slots[key] = slot
         return slot
@@ -348,20 +376,36 @@ class DeviceState:
         under way: then the state goes on collecting.
         """
         with self._lock:
-            if not self._seen or not self._inboxes or self.backend.is_capturing(self.device):
+            if not self._seen or not self._inboxes or self.is_capturing():
                 return None
-            with self.backend.on_stream(self.stream), torch.no_grad():
+            with self._ordered_with_caller(), self.backend.on_stream(self.stream), torch.no_grad():
                 parts = self._lay_out()
-                inbox = self._inboxes.pop()
-                self._in_flight += 1
                 for part in parts:
                     self._judge(part)
                 size = parts[-1].codes.stop
+                inbox = self._inboxes[-1]
                 inbox[size - 1] = NOT_SENT
                 inbox[:size].copy_(self._outbox[:size], non_blocking=True)
                 snapshot = Snapshot(self, stamp, parts, self._seen, inbox)
+                for part in parts:
+                    self._clear(part)
+            # Only now, so that an error of the device on the way here loses neither what was seen nor a buffer.
+            self._inboxes.pop()
+            self._in_flight += 1
             self._start_anew(stamp.step + stamp.ends_step)
             return snapshot
+
+    @contextlib.contextmanager
+    def _ordered_with_caller(self) -> Iterator[None]:
+        """Keep the caller's stream, on which captured and compiled code may run, out of the snapshot: no host wait."""
+        caller: Any = self.backend.current_stream(self.device)
+        if not self._updates_unseen or caller == self.stream:
+            yield
+            return
+        own: Any = self.stream
+        own.wait_stream(caller)
+        yield
+        caller.wait_stream(own)
 
     def start_anew_in_child(self) -> None:
         """Forget what the parent of a forked child saw and what it had under way."""
@@ -405,21 +449,25 @@ class DeviceState:
         return parts
 
     def _judge(self, part: Part) -> None:
-        """Compare a page's cells with their limits, put codes and extremes in the outbox, and start the cells anew."""
+        """Compare a page's cells with their limits, and put codes and extremes in the outbox."""
         page, slots, rows = part.page, part.slots, part.rows
         lower, upper = page.cells[LOWER, :slots, :rows], page.cells[UPPER, :slots, :rows]
         codes = self._outbox[part.codes]
         below_ceiling = codes.view(torch.bool).view(slots, rows)
-        lowest, highest = identities(page.plane)
         torch.le(upper, page.limits[UPPER, :slots].unsqueeze(1), out=below_ceiling)
         torch.amax(upper, 1, out=self._outbox[part.highest].view(page.plane))
-        upper.fill_(lowest)
         if page.watches_floors:
             above_floor = page.above_floor[: slots * rows]
             torch.ge(lower, page.limits[LOWER, :slots].unsqueeze(1), out=above_floor.view(slots, rows))
             torch.add(codes, above_floor.view(torch.uint8), alpha=ABOVE_FLOOR, out=codes)
             torch.amin(lower, 1, out=self._outbox[part.lowest].view(page.plane))
-            lower.fill_(highest)
+
+    def _clear(self, part: Part) -> None:
+        """Start the cells of a page anew."""
+        lowest, highest = identities(part.page.plane)
+        part.page.cells[UPPER, : part.slots, : part.rows].fill_(lowest)
+        if part.page.watches_floors:
+            part.page.cells[LOWER, : part.slots, : part.rows].fill_(highest)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

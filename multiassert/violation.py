@@ -35,6 +35,9 @@ class Violation:
     shape: tuple[int, ...]  # of the tensor that the site saw last in this step; -1 is a size not known
     order: int  # among the sites hit in the same step: 0 came first in the program
     headline: str = dataclasses.field(repr=False)  # what went wrong, in words; the message follows it
+    sequence: int = dataclasses.field(
+        default=0, repr=False
+    )  # by when the host issued the probe, over the whole process
 
     @property
     def text(self) -> str:
