@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import warnings
 from collections.abc import Iterator
 
@@ -171,6 +173,31 @@ def test_forty_layers_with_a_site_each_compile_once(device: torch.device, backen
     assert [(v.message, v.rows, v.step, v.kind) for v in found] == [
         (f"layer {number}", (2,), 1, "nan") for number in range(23, 40)
     ]
+
+
+def test_copied_layers_are_compiled_too_and_keep_their_mode(device: torch.device) -> None:
+    original = Layer(0).to(device)
+    copies = [copy.deepcopy(original) for _ in range(2)]
+    with multiassert.override("warn"):
+        for layer in (original, *copies, pickle.loads(pickle.dumps(original))):
+            layer.compile(backend="aot_eager", fullgraph=True)
+            layer(torch.full((2, 8), math.nan, device=device))
+    # Looked at when probes are off again: what was seen in mode warn is not raised.
+    assert {v.message for v in multiassert.drain()} == {"layer 0"}
+
+
+def test_eager_and_compiled_probes_of_a_step_come_in_program_order(device: torch.device) -> None:
+    layer = Layer(0).to(device)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    bad = torch.full((2, 8), math.nan, device=device)
+    with multiassert.override("warn"):
+        for _ in range(3):
+            multiassert.maybe_detect_nan(bad, "eager, first")
+            layer(bad)
+            multiassert.maybe_detect_nan(bad, "eager, last")
+            multiassert.step()
+            finish(device)
+            assert [v.message for v in multiassert.poll()] == ["eager, first", "layer 0", "eager, last"]
 
 
 def test_a_string_for_each_layer_is_warned_about(device: torch.device) -> None:

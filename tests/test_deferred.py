@@ -216,6 +216,64 @@ def test_a_graph_reads_num_valid_anew_at_each_replay(
     assert seen == [[], [(3,)], [], [(3,)]]
 
 
+def test_a_graph_replayed_on_another_stream_than_it_was_captured_on(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    """As engines do: captured on a side stream, replayed on the main one. No replay may fall into a snapshot."""
+    module, new_graph = graphs
+    static, stream, graph = torch.zeros(4, 8, device=device), module.Stream(), new_graph()  # type: ignore[attr-defined]
+    with multiassert.override("warn"):
+        with module.stream(stream):  # type: ignore[attr-defined]
+            multiassert.prewarm(device)
+            with module.graph(graph, stream=stream):  # type: ignore[attr-defined]
+                multiassert.maybe_detect_nan(static * 2, "in the graph")
+        found = []
+        with simulator.no_sync():
+            for step in range(4):
+                static[step] = float("nan")
+                graph.replay()  # type: ignore[attr-defined]
+                multiassert.step()
+                static.zero_()
+        for _ in range(8):
+            simulator.run_all()
+            found += multiassert.poll()
+    assert [(v.step, v.rows) for v in found] == [(step, (step,)) for step in range(4)]
+
+
+def test_a_site_first_seen_in_a_capture_has_its_limits_in_eager_code_too(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    module, new_graph = graphs
+    ids, stream = torch.tensor([99], device=device), module.Stream()  # type: ignore[attr-defined]
+    site = multiassert.site("ids")
+    with multiassert.override("warn"), module.stream(stream):  # type: ignore[attr-defined]
+        multiassert.prewarm(device)
+        with module.graph(new_graph(), stream=stream):  # type: ignore[attr-defined]
+            multiassert.maybe_detect_oob(ids, 0, 5, site)
+        multiassert.maybe_detect_oob(ids, 0, 5, site)  # the graph has not been replayed
+        assert [(v.kind, v.value) for v in multiassert.drain()] == [("high", 99)]
+
+
+def test_a_capture_while_a_snapshot_is_under_way(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    module, new_graph = graphs
+    bad, stream = torch.full((2, 2), float("nan"), device=device), module.Stream()  # type: ignore[attr-defined]
+    with multiassert.override("warn"), module.stream(stream):  # type: ignore[attr-defined]
+        multiassert.prewarm(device)
+        multiassert.maybe_detect_nan(bad, "before")
+        multiassert.step()
+        with module.graph(new_graph(), stream=stream):  # type: ignore[attr-defined]
+            multiassert.maybe_detect_nan(bad, "captured")
+        assert [v.message for v in multiassert.drain()] == ["before"]
+
+
+def test_a_sentinel_on_the_device_is_refused_and_not_read(simulator: Simulator, device: torch.device) -> None:
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    with multiassert.override("warn"), simulator.no_sync(), pytest.raises(TypeError, match="sentinel must be known"):
+        multiassert.maybe_detect_oob(ids, 0, 5, "ids", sentinel=ids[0])
+
+
 def test_the_first_probe_inside_a_capture_says_what_to_do(
     simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
 ) -> None:

@@ -189,6 +189,51 @@ def test_a_callback_that_looks_itself_takes_nothing_away(device: torch.device) -
     assert looked == [[]]
 
 
+def test_an_interrupt_in_a_callback_stops_nothing_after_it(device: torch.device) -> None:
+    def interrupted(violation: Violation) -> None:
+        raise KeyboardInterrupt
+
+    remove = multiassert.on_violation(interrupted)
+    with multiassert.override("raise"):
+        maybe_detect_nan(with_nan(0, device=device), "seen")
+        with pytest.raises(KeyboardInterrupt):
+            multiassert.drain()
+        remove()
+        with pytest.raises(AsyncAssertionError, match="seen"):
+            multiassert.drain()
+
+
+def test_an_error_on_the_way_of_a_snapshot_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with multiassert.override("raise"):
+        maybe_detect_nan(with_nan(0), "seen")
+        maybe_detect_oob(torch.tensor([9]), 0, 5, "seen too")
+        (state,) = multiassert.state.all_states()
+        judge, calls = state._judge, []
+
+        def fails_once(part: object) -> None:
+            calls.append(part)
+            if len(calls) == 2:
+                raise RuntimeError("the device has no memory")
+            judge(part)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(state, "_judge", fails_once)
+        with pytest.raises(RuntimeError, match="no memory"):
+            multiassert.drain()
+        with pytest.raises(AsyncAssertionError) as raised:
+            multiassert.drain()
+    assert [v.message for v in raised.value.violations] == ["seen", "seen too"]
+    assert len(state._inboxes) == multiassert.state.SNAPSHOTS_IN_FLIGHT
+
+
+def test_folded_rows_are_told_by_the_largest_of_the_calls(device: torch.device) -> None:
+    site = multiassert.site("tokens")
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(599, 600, device=device), site)
+        maybe_detect_nan(torch.zeros(520, 8, device=device), site)
+        (violation,) = multiassert.drain()
+    assert violation.rows == (range(597, 600),)
+
+
 def test_callbacks_see_every_mode_and_can_be_taken_off() -> None:
     seen: list[str] = []
     remove = multiassert.on_violation(lambda v: seen.append(v.message))
