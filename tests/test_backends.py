@@ -103,6 +103,28 @@ def test_the_route_of_a_device(device_type: str, mode: str, mechanism: Mechanism
     assert (route.mechanism, route.raises) == (mechanism, raises)
 
 
+def test_a_route_found_while_the_modes_change_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, cpu = dispatch._find_route, torch.device("cpu")
+
+    def find_slowly(device: torch.device, modes: multiassert.settings.Modes) -> dispatch.Route:
+        route = find(device, modes)
+        multiassert.configure("warn")  # as another thread may
+        return route
+
+    with multiassert.override("off"):
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_find_route", find_slowly)
+            assert dispatch.route_of(cpu).mechanism is None
+        assert dispatch.route_of(cpu).mechanism is Mechanism.DEFERRED
+
+
+def test_prewarm_beside_a_native_assert_allocates_for_maybe_warn_nan() -> None:
+    with multiassert.override("trap"):
+        multiassert.prewarm("cpu")
+        (state,) = multiassert.state.all_states()
+        assert len(state._pages) == 2
+
+
 def test_trap_for_all_is_refused_at_the_probe_of_a_platform_that_has_none() -> None:
     with multiassert.override("trap"), pytest.raises(ValueError, match="configure: mode trap is refused on hpu"):
         dispatch.route_of(torch.device("hpu", 0))

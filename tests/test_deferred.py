@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -238,6 +239,53 @@ def test_a_graph_replayed_on_another_stream_than_it_was_captured_on(
             simulator.run_all()
             found += multiassert.poll()
     assert [(v.step, v.rows) for v in found] == [(step, (step,)) for step in range(4)]
+
+
+def test_a_snapshot_waits_on_the_device_for_the_replays_of_the_callers_stream(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    module, new_graph = graphs
+    bad, stream, graph = torch.full((2, 2), float("nan"), device=device), module.Stream(), new_graph()  # type: ignore[attr-defined]
+    with multiassert.override("warn"):
+        with module.stream(stream):  # type: ignore[attr-defined]
+            multiassert.prewarm(device)
+            with module.graph(graph, stream=stream):  # type: ignore[attr-defined]
+                multiassert.maybe_detect_nan(bad, "in the graph")
+        graph.replay()  # type: ignore[attr-defined]
+        multiassert.step()
+        simulator.advance(1000, stream=stream.stream_id)  # the snapshot's stream alone goes on
+        assert [v.step for v in multiassert.poll()] == [0]
+
+
+def test_a_step_of_another_thread_puts_nothing_into_a_capture(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    module, new_graph = graphs
+    bad, stream, graph = torch.full((2, 2), float("nan"), device=device), module.Stream(), new_graph()  # type: ignore[attr-defined]
+    with multiassert.override("warn"), module.stream(stream):  # type: ignore[attr-defined]
+        multiassert.maybe_detect_nan(bad, "before")
+        with module.graph(graph, stream=stream):  # type: ignore[attr-defined]
+            before = len(graph._work)  # type: ignore[attr-defined]
+            other = threading.Thread(target=multiassert.step)
+            other.start()
+            other.join()
+            assert len(graph._work) == before  # type: ignore[attr-defined]
+        assert [v.message for v in multiassert.drain()] == ["before"]
+
+
+def test_the_first_cause_comes_first_although_its_stream_is_slower(simulator: Simulator, device: torch.device) -> None:
+    module = torch.get_device_module(device)
+    bad, streams = torch.full((2, 2), float("nan"), device=device), [module.Stream(), module.Stream()]
+    simulator.run_all()
+    with multiassert.override("warn"):
+        for stream, message in zip(streams, ("cause", "consequence"), strict=True):
+            with module.stream(stream):
+                multiassert.maybe_detect_nan(bad, message)
+        multiassert.step()
+        simulator.advance(100, stream=streams[1].stream_id)
+        multiassert.step()  # sees the consequence, and does not return it
+        simulator.run_all()
+        assert [v.message for v in multiassert.drain()] == ["cause", "consequence"]
 
 
 def test_a_site_first_seen_in_a_capture_has_its_limits_in_eager_code_too(

@@ -225,6 +225,20 @@ def test_an_error_on_the_way_of_a_snapshot_loses_nothing(monkeypatch: pytest.Mon
     assert len(state._inboxes) == multiassert.state.SNAPSHOTS_IN_FLIGHT
 
 
+def test_a_device_that_fails_hides_nothing_that_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(stamp: object) -> None:
+        raise RuntimeError("the device has failed")
+
+    with multiassert.override("raise"):
+        maybe_detect_nan(with_nan(0), "seen")
+        multiassert.delivery._send_all(multiassert.state.Stamp(0))
+        (state,) = multiassert.state.all_states()
+        monkeypatch.setattr(state, "snapshot", fails)
+        with pytest.raises(AsyncAssertionError, match="seen") as raised:
+            multiassert.drain()
+    assert "the device has failed" in str(raised.value.__cause__)
+
+
 def test_folded_rows_are_told_by_the_largest_of_the_calls(device: torch.device) -> None:
     site = multiassert.site("tokens")
     with multiassert.override("warn"):
