@@ -5,9 +5,9 @@ On a simulated device the promises are counted; on a real one, what can be check
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import random
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -266,9 +266,8 @@ def test_a_step_of_another_thread_puts_nothing_into_a_capture(
         multiassert.maybe_detect_nan(bad, "before")
         with module.graph(graph, stream=stream):  # type: ignore[attr-defined]
             before = len(graph._work)  # type: ignore[attr-defined]
-            other = threading.Thread(target=multiassert.step)
-            other.start()
-            other.join()
+            with concurrent.futures.ThreadPoolExecutor(1) as other:
+                other.submit(multiassert.step).result()  # raises here what it raised there
             assert len(graph._work) == before  # type: ignore[attr-defined]
         assert [v.message for v in multiassert.drain()] == ["before"]
 
