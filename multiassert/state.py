@@ -178,8 +178,12 @@ class Snapshot:
 
     def arrived(self) -> bool:
         """Whether the copy is on the host. A device that has failed gives no answer, but what it sent is here."""
+        if self._event is None:
+            return True
+        if self.state.is_capturing():
+            return False  # an event may not even be asked while a graph is being captured
         try:
-            return self._event is None or self._event.query()
+            return self._event.query()
         except RuntimeError as failure:
             self.failure = failure
             return bool(self._inbox[self._last_byte] != NOT_SENT)
