@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pathlib
 import pickle
 import threading
@@ -91,6 +92,23 @@ def test_the_next_probe_raises_what_was_seen_before(device: torch.device) -> Non
     with multiassert.override("raise"), pytest.raises(AsyncAssertionError, match="bad"):
         probe_until_it_raises()
     assert multiassert.drain() == []
+
+
+def test_a_probe_sends_what_was_seen_a_while_ago(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Violation] = []
+    remove = multiassert.on_violation(found.append)
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(2, device=device), "a while ago")
+        maybe_detect_nan(clean(device), "just now")
+        finish(device)
+        assert found == []
+        monkeypatch.setattr(multiassert.delivery, "SECONDS_BETWEEN_SNAPSHOTS", 0)
+        maybe_detect_nan(clean(device), "later")
+        finish(device)
+        monkeypatch.setattr(multiassert.delivery, "SECONDS_BETWEEN_SNAPSHOTS", math.inf)
+        maybe_detect_nan(clean(device), "looks at what has arrived")
+        remove()
+    assert [(v.message, v.rows) for v in found] == [("a while ago", (2,))]
 
 
 def test_poll_sends_what_was_seen_so_far(device: torch.device) -> None:
