@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m multiassert demo --platform cpu,npu,musa
 
 test: $(VENV)/.dev
-	$(BIN)/python -m tests.all_platforms -- -n 2 --quiet
+	$(BIN)/python -m tests.all_platforms -- -n 2 --dist loadgroup --quiet
 	$(MAKE) --no-print-directory lint
 
 lint: $(VENV)/.dev

@@ -19,6 +19,7 @@ from multiassert.probes import (
     sanitize_nan_logits,
     sanitize_oob,
 )
+from multiassert.ranks import SilentRankError
 from multiassert.settings import configure, override
 from multiassert.sites import Site, site
 from multiassert.speculative import get_src_tgt_cache_loc
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncAssertionError",
+    "SilentRankError",
     "Site",
     "Violation",
     "configure",

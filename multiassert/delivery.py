@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import datetime
 import logging
 import multiprocessing.util
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from multiassert import settings, state
+from multiassert import ranks, settings, state
 from multiassert.predicates import Finding
 from multiassert.settings import Mode
 from multiassert.sites import Message, Site, text_of
@@ -35,6 +36,7 @@ PATIENCE_WITH_STEPS = 40
 
 SECONDS_BETWEEN_LOGS = 10.0  # of one site, in mode warn
 ROWS_LISTED = 4096  # more rows than that are told as one range
+STEPS_REMEMBERED = 64  # longer than any snapshot is under way
 # A run in mode warn that only reads the log never calls poll(). The first causes are kept for it; all are logged.
 KEPT_FOR_POLL = 10_000
 
@@ -71,9 +73,13 @@ class _Delivery:
         self.device_failure: RuntimeError | None = None  # to raise when no violation is left to tell
         self.callbacks: list[Callable[[Violation], object]] = []
         self.handing_over = False
+        # Violations wait for step(group=...), so that all ranks raise at the same step.
+        self.held_for_ranks = False
         self.log = _Log()
         # How many sites were hit in a step, for the order of those that arrive later.
         self.hit_in_step: collections.OrderedDict[int, int] = collections.OrderedDict()
+        # When the last steps began, on the same scale as a violation's sequence.
+        self.began: collections.OrderedDict[int, int] = collections.OrderedDict({0: 0})
 
 
 _delivery = _Delivery()
@@ -86,7 +92,13 @@ suspended_threads: dict[int, int] = {}
 # The calls of an engine.
 
 
-def step(tag: object = None, rows: Sequence[object] | None = None) -> None:
+def step(
+    tag: object = None,
+    rows: Sequence[object] | None = None,
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> None:
     """End an engine iteration: send what the probes saw on its way to the host, without waiting for any device.
 
     Each device state costs a fixed number of small kernels and one copy into pinned memory; then it starts anew.
@@ -97,16 +109,28 @@ def step(tag: object = None, rows: Sequence[object] | None = None) -> None:
 
     `tag` is anything that tells this iteration from others in a record. `rows` names the rows of this iteration's
     tensors, in order (request ids, say); a record then carries the names of its rows.
+
+    With a torch.distributed `group`, of which every rank must call this equally often, violations of mode `raise` are
+    raised by all ranks at the same call, two calls after the host of some rank has seen one, with the records of all
+    ranks; until then poll() and the probes hold them back. It costs one asynchronous all_reduce of one integer, and the
+    host waits for the answer of two calls ago: for a rank or a device that is further behind. SilentRankError is raised
+    where ranks do not answer within `timeout` (5 minutes), with the records of this rank if it has any. Where mode is
+    `auto`, a probe on the CPU still raises at its own call.
     """
     __tracebackhide__ = True
+    others = None if group is None else ranks.of_group(group)
+    patience = ranks.timeout_of(timeout)
     delivery = _delivery
     with delivery.lock:
         stamp = Stamp(delivery.step, True, tag, None if rows is None else tuple(rows))
         _hand_over(_arrived())  # first, since it frees the memory of another snapshot
         delivery.steps_are_called = True
+        delivery.held_for_ranks = others is not None
         _send_all(stamp)
         delivery.step += 1
-    error = look()
+        delivery.began[delivery.step] = state.next_sequence()
+        _forget_all_but_the_last(delivery.began)
+    error = look() if others is None else _look_with_others(others, patience)
     if error is not None:
         raise error
 
@@ -129,27 +153,30 @@ def poll() -> list[Violation]:
 def drain() -> list[Violation]:
     """Send all that was seen to the host and wait for it; waits for the devices that were probed.
 
-    Returns and raises as poll() does.
+    Returns and raises as poll() does, also what step(group=...) holds back for the other ranks.
     """
     __tracebackhide__ = True
     _bring_in_everything()
+    _delivery.held_for_ranks = False
     return _look_and_return()
 
 
-def raise_if_error() -> None:
-    """Drain, then raise AsyncAssertionError if there is any violation, whatever its mode; waits as drain() does."""
+def raise_if_error(
+    *, group: torch.distributed.ProcessGroup | None = None, timeout: datetime.timedelta | None = None
+) -> None:
+    """Drain, then raise AsyncAssertionError if there is any violation, whatever its mode; waits as drain() does.
+
+    With a torch.distributed `group`, whose ranks must all call it, it waits for them and raises on all of them if any
+    has a violation, with the records of all. SilentRankError is raised where ranks do not answer within `timeout`.
+    """
     __tracebackhide__ = True
+    others = None if group is None else ranks.of_group(group)
+    patience = ranks.timeout_of(timeout)
     _bring_in_everything()
-    with _delivery.lock:
-        violations = [*_delivery.to_raise, *_delivery.to_return]
-        _delivery.to_raise, _delivery.to_return = [], []
-    failure = _delivery.device_failure
-    if violations:
-        violations.sort(key=_by_first_cause)
-        raise AsyncAssertionError(violations) from failure
-    if failure is not None:
-        _delivery.device_failure = None
-        raise failure
+    own = sorted([*_delivery.to_raise, *_delivery.to_return], key=_by_first_cause)
+    error = _exchanged(others, patience, own) if others else _delivered(own, own, _delivery.device_failure)
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager
@@ -240,8 +267,10 @@ def describe(
     with _delivery.lock:
         order = _delivery.hit_in_step.get(stamp.step, 0)
         _delivery.hit_in_step[stamp.step] = order + 1
-        while len(_delivery.hit_in_step) > 64:
-            _delivery.hit_in_step.popitem(last=False)
+        _forget_all_but_the_last(_delivery.hit_in_step)
+        began = _delivery.began.get(first_step)
+    position = None if began is None or sequence < began else sequence - began
+    rank = ranks.own_rank()
     for finding in findings:
         rows = _rows(finding.cells, block, shape)
         violations.append(
@@ -251,7 +280,8 @@ def describe(
                 site=site,
                 platform=platform,
                 device=device,
-                rank=_rank(),
+                rank=rank,
+                node=None if rank is None else ranks.node(),
                 step=stamp.step if first_step == stamp.step else (first_step, stamp.step),
                 tag=stamp.tag,
                 rows=rows,
@@ -263,6 +293,7 @@ def describe(
                 order=order,
                 headline=finding.headline,
                 sequence=sequence,
+                position=position,
             )
         )
     return violations
@@ -324,10 +355,57 @@ def _look_and_return() -> list[Violation]:
     return sorted(violations, key=_by_first_cause)
 
 
+def _look_with_others(others: ranks.Ranks, timeout: datetime.timedelta) -> RuntimeError | None:
+    """As look(), but what is to be raised is raised by all ranks at once."""
+    if any(device_state.is_capturing() for device_state in state.all_states()):
+        return None  # every rank captures its graphs at the same steps
+    with _delivery.lock:
+        _hand_over(_arrived())
+        hit = bool(_delivery.to_raise)
+    if _delivery.device_failure is not None and not hit:
+        return look()
+    try:
+        others.ask(hit)
+        if not others.any_hit(timeout):
+            return None
+        _bring_in_everything()  # so that the first cause is known, and not just what was seen first
+    except RuntimeError as failure:  # of a rank that is silent, or of this rank's own device
+        return _delivered(_delivery.to_raise, _delivery.to_raise, failure)
+    return _exchanged(others, timeout, _delivery.to_raise)
+
+
+def _exchanged(others: ranks.Ranks, timeout: datetime.timedelta, own: list[Violation]) -> RuntimeError | None:
+    """The error with the violations of all ranks."""
+    own = sorted(own, key=_by_first_cause)
+    try:
+        told, failure = others.exchange(own, timeout), _delivery.device_failure
+    except RuntimeError as silence:
+        told, failure = own, silence
+    return _delivered(own, told, failure)
+
+
+def _delivered(own: list[Violation], told: Sequence[Violation], failure: RuntimeError | None) -> RuntimeError | None:
+    """The error that tells violations, this process's own among them, or else the failure they may follow from."""
+    told = tuple(told)
+    with _delivery.lock:
+        known = set(map(id, own))
+        _delivery.to_raise = [violation for violation in _delivery.to_raise if id(violation) not in known]
+        _delivery.to_return = [violation for violation in _delivery.to_return if id(violation) not in known]
+        if not told:
+            if failure is _delivery.device_failure:
+                _delivery.device_failure = None
+            return failure
+    error = AsyncAssertionError(told)
+    error.__cause__ = failure
+    return error
+
+
 def _error() -> AsyncAssertionError | None:
     with _delivery.lock:
         if _delivery.handing_over:
             return None  # a callback looks: what it was called for is raised after it, and not into it
+        if _delivery.held_for_ranks:
+            return None
         violations, _delivery.to_raise = _delivery.to_raise, []
     return AsyncAssertionError(sorted(violations, key=_by_first_cause)) if violations else None
 
@@ -396,8 +474,12 @@ def _hand_over(violations: list[tuple[Violation, bool]]) -> None:
 
 
 def _by_first_cause(violation: Violation) -> tuple[int, int]:
-    last_step = violation.step if isinstance(violation.step, int) else violation.step[1]
-    return last_step, violation.sequence
+    return violation.last_step, violation.sequence
+
+
+def _forget_all_but_the_last(by_step: collections.OrderedDict[int, int]) -> None:
+    while len(by_step) > STEPS_REMEMBERED:
+        by_step.popitem(last=False)
 
 
 def _rows(cells: list[int], block: int, shape: tuple[int, ...]) -> tuple[int | range, ...]:
@@ -416,13 +498,6 @@ def _names(rows: tuple[int | range, ...], names: Sequence[object] | None) -> tup
         return None
     indices = [index for row in rows for index in (row if isinstance(row, range) else (row,))]
     return tuple(names[index] for index in indices if index < len(names))
-
-
-def _rank() -> int | None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

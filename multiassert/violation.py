@@ -25,6 +25,7 @@ class Violation:
     platform: str
     device: torch.device
     rank: int | None  # of torch.distributed, or the environment's RANK
+    node: str | None  # the machine's name, where there is a rank
     step: int | tuple[int, int]  # calls of step() before it; first and last, where a snapshot covers several
     tag: object
     rows: tuple[int | range, ...]  # a range where several rows share what the device remembers
@@ -33,11 +34,23 @@ class Violation:
     bound: int | float | None  # the bound it broke; None where there is none, or where it is a tensor
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the tensor that the site saw last in this step; -1 is a size not known
-    order: int  # among the sites hit in the same step: 0 came first in the program
+    order: int  # among the sites hit in the same step on this rank: 0 came first in the program
     headline: str = dataclasses.field(repr=False)  # what went wrong, in words; the message follows it
     sequence: int = dataclasses.field(
         default=0, repr=False
     )  # by when the host issued the probe, over the whole process
+    position: int | None = dataclasses.field(
+        default=None, repr=False
+    )  # how many probes came before it in its step; None where the host does not know, as in compiled code
+
+    @property
+    def last_step(self) -> int:
+        """The step, or the last of those that the record covers."""
+        return self.step if isinstance(self.step, int) else self.step[1]
+
+    def with_texts(self, tag: str, row_names: tuple[str, ...] | None) -> Violation:
+        """The same record with the caller's own objects as text."""
+        return dataclasses.replace(self, tag=tag, row_names=row_names)
 
     @property
     def text(self) -> str:
@@ -53,6 +66,7 @@ class Violation:
             "platform": self.platform,
             "device": self.device,
             "rank": _or_dash(self.rank),
+            "node": "-" if self.node is None else json.dumps(self.node),
             "step": step,
             "tag": "-" if self.tag is None else json.dumps(str(self.tag)),
             "order": self.order,
@@ -71,7 +85,8 @@ class Violation:
     def description(self) -> str:
         """The violation in a sentence for a person."""
         step = f"step {self.step}" if isinstance(self.step, int) else f"steps {self.step[0]} to {self.step[1]}"
-        where = f"{self.device}, {step}" + ("" if self.rank is None else f", rank {self.rank}")
+        rank = "" if self.rank is None else f", rank {self.rank} on node {self.node}"
+        where = f"{self.device}, {step}{rank}"
         rows = f", rows {_row_list(self.rows)}" if self.rows else ""
         names = "" if self.row_names is None else f" ({', '.join(str(n) for n in self.row_names[:ROWS_IN_LINE])})"
         shape = _shape_text(self.shape)
@@ -114,8 +129,25 @@ class AsyncAssertionError(AssertionError, RuntimeError):
         if more > 0:
             shown.append(f"and {more} more in .violations")
         if len(self.violations) > 1:
-            shown.append(
-                "The first is the first cause: the probe that came first in the program of the earliest step. "
-                "The others may follow from it."
-            )
+            shown.append(_certainty(self.violations))
         return "\n".join(shown)
+
+
+def _certainty(violations: Sequence[Violation]) -> str:
+    """What is known of the order of several violations, the first of them first."""
+    first = violations[0]
+    ranks = list(dict.fromkeys(violation.rank for violation in violations))
+    firsts = [next(v for v in violations if v.rank == rank) for rank in ranks]
+    rivals = [v for v in firsts if v.last_step == first.last_step and (v.position or 0) == (first.position or 0)]
+    told = "The first is the first cause: the probe that came first in the program of the earliest step"
+    if len(ranks) == 1:
+        return f"{told}. The others may follow from it."
+    hit = f"{len(ranks)} ranks were hit: {_list_of(ranks)}."
+    if len(rivals) > 1:
+        tied = _list_of(rival.rank for rival in rivals)
+        return f"{hit} Ranks {tied} in the same step at the same place of the program: which was first is not known."
+    return f"{hit} {told}, of all ranks. The others may follow from it."
+
+
+def _list_of(ranks: Iterable[int | None]) -> str:
+    return ", ".join(map(str, sorted(rank for rank in ranks if rank is not None)))

@@ -375,7 +375,7 @@ def test_the_log_line_is_frozen(device: torch.device, platform: str) -> None:
         (violation,) = multiassert.drain()
     site = f"{violation.site.file}:{violation.site.line}:test_the_log_line_is_frozen"
     assert violation.log_line == (
-        f"multiassert violation kind=low platform={platform} device={device} rank=- step=0 "
+        f"multiassert violation kind=low platform={platform} device={device} rank=- node=- step=0 "
         'tag="t" order=0 rows=1 row_names=["b c"] '
         f'value=-7 bound=0 dtype=int32 shape=2x1 site="{site}" message="ids \\"of\\"\\nrequest"'
     )
