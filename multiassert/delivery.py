@@ -183,12 +183,13 @@ def raise_if_error(
 def suspend() -> Iterator[None]:
     """A scope in which the probes of this thread record nothing, for warm-up and dummy weights; touches no device.
 
-    A graph captured inside has no probes in it. Compiled code has no threads to tell apart: while any thread is inside,
-    probes in compiled code that runs then record nothing.
+    A graph captured inside has no probes in it. Compiled code and captured graphs have no threads to tell apart: while
+    any thread is inside, what their probes see then is dropped.
     """
     thread = threading.get_ident()
     with _delivery.lock:
         suspended_threads[thread] = suspended_threads.get(thread, 0) + 1
+        _rest_or_wake()
     try:
         yield
     finally:
@@ -196,6 +197,7 @@ def suspend() -> Iterator[None]:
             suspended_threads[thread] -= 1
             if not suspended_threads[thread]:
                 del suspended_threads[thread]
+            _rest_or_wake()
 
 
 def on_violation(callback: Callable[[Violation], object]) -> Callable[[], None]:
@@ -306,13 +308,35 @@ def describe(
 def _send_all(stamp: Stamp) -> None:
     with _delivery.lock:
         for device_state in state.all_states():
-            try:
-                snapshot = device_state.snapshot(stamp)
-            except RuntimeError as failure:  # of the device: what is on the host already is told first
-                _delivery.device_failure = failure
-                continue
-            if snapshot is not None:
-                _delivery.under_way.append(snapshot)
+            _send(device_state, stamp)
+
+
+def _send(device_state: DeviceState, stamp: Stamp) -> None:
+    try:
+        snapshot = device_state.snapshot(stamp)
+    except RuntimeError as failure:  # of the device: what is on the host already is told first
+        _delivery.device_failure = failure
+        return
+    if snapshot is not None:
+        _delivery.under_way.append(snapshot)
+
+
+def _rest_or_wake() -> None:
+    """Turn the probes in captured graphs off or on, as probes are now: the graphs go on seeing, and nobody looks.
+
+    A word on the device that the graphs read could not take their reductions out either; it would add a kernel to each.
+    """
+    for device_state in state.all_states():
+        if not device_state.is_updated_unseen:
+            continue
+        with _delivery.lock:
+            if not suspended_threads and settings.current.of(device_state.backend.name) is not Mode.OFF:
+                device_state.wake()
+            elif device_state.rest():
+                _send(device_state, Stamp(_delivery.step))  # what was seen until now counts
+
+
+settings.on_change(_rest_or_wake)
 
 
 def _bring_in_everything() -> None:

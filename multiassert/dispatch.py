@@ -162,15 +162,16 @@ def _probe(
 
 
 def prewarm(device: torch.device | str) -> None:
-    """Allocate the state of `device` for its current stream: what a captured graph may not do; no host wait.
+    """Allocate the device state for a graph that is captured next, which may not allocate itself; no host wait.
 
-    Call it on the stream that the graph will be captured on. A platform whose probes are off needs none, and neither
-    does the CPU in mode `auto`; it costs nothing there.
+    It serves the current stream, and one more that was never probed before: `torch.cuda.graph` makes a stream of its
+    own. Each of the two takes about 2 MB on the device. A platform whose probes are off needs none, and neither does the
+    CPU in mode `auto`; it costs nothing there.
     """
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     route = route_of(device)
     if route.mechanism in (Mechanism.DEFERRED, Mechanism.NATIVE):  # maybe_warn_nan is deferred beside a native assert
-        state.state_of(route.backend, device).prewarm()
+        state.prewarm(route.backend, device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

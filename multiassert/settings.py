@@ -154,13 +154,22 @@ def on_change(listener: Callable[[], None]) -> None:
 
 def apply(modes: Modes) -> None:
     """Put `modes` in force, in this process, for all threads."""
-    global active, current, last_on
     with _lock:
-        current = modes
-        active = modes.any_on
-        last_on = modes if active else last_on
-        for listener in _listeners:
-            listener()
+        _set(modes)
+    _tell_listeners()
+
+
+def _set(modes: Modes) -> None:
+    global active, current, last_on
+    current = modes
+    active = modes.any_on
+    last_on = modes if active else last_on
+
+
+def _tell_listeners() -> None:
+    """Outside of the lock, since listeners take locks of their own."""
+    for listener in _listeners:
+        listener()
 
 
 def _changed(base: Modes, mode: str | bool | Mode | None, platforms: Mapping[str, str | bool | Mode]) -> Modes:
@@ -186,7 +195,9 @@ def _refuse_silent_traps(modes: Modes) -> None:
 
 
 def configure(mode: str | bool | Mode | None = None, /, **platforms: str | bool | Mode) -> None:
-    """Set modes at run time; touches no device and takes effect at the next probe, in compiled code too.
+    """Set modes at run time; takes effect at the next probe, in compiled code too. No host wait.
+
+    Touches a device only where captured graphs have probes in them: what they see while the platform is off is dropped.
 
     `configure("raise")` sets every platform. `configure("raise", cuda="trap", npu="warn")` sets every platform, then
     the named ones. `configure(npu="warn")` changes that one and leaves the others. The change holds for the whole
@@ -196,19 +207,23 @@ def configure(mode: str | bool | Mode | None = None, /, **platforms: str | bool 
     with _lock:
         modes = _changed(current, mode, platforms)
         _refuse_silent_traps(modes)
-        apply(modes)
+        _set(modes)
+    _tell_listeners()
 
 
 @contextlib.contextmanager
 def override(mode: str | bool | Mode | None = None, /, **platforms: str | bool | Mode) -> Iterator[None]:
-    """Set modes as `configure` does for the length of a `with` block; touches no device.
+    """Set modes as `configure` does for the length of a `with` block.
 
     Nests, and restores what was in force before, also when the body raises. What a probe recorded inside keeps its
     mode: a violation found in `override("raise")` and looked at later still raises.
     """
     with _lock:
         before = current
-        configure(mode, **platforms)
+        modes = _changed(before, mode, platforms)
+        _refuse_silent_traps(modes)
+        _set(modes)
+    _tell_listeners()
     try:
         yield
     finally:

@@ -121,10 +121,13 @@ class Page:
 
     def clear_slots(self) -> None:
         """Nothing has been seen; slot by slot, since a forked child hangs in a fill that takes several threads."""
-        lowest, highest = identities(self.plane)
         for slot in self.slots:
-            self.cells[LOWER, slot.index].fill_(highest)
-            self.cells[UPPER, slot.index].fill_(lowest)
+            self.clear(slot)
+
+    def clear(self, slot: Slot) -> None:
+        lowest, highest = identities(self.plane)
+        self.cells[LOWER, slot.index].fill_(highest)
+        self.cells[UPPER, slot.index].fill_(lowest)
 
     def new_slot(self) -> Slot:
         slot = Slot(self, len(self.slots))
@@ -165,7 +168,13 @@ class Snapshot:
     """A copy of the state on its way to the host."""
 
     def __init__(
-        self, state: DeviceState, stamp: Stamp, parts: list[Part], seen: dict[Slot, Seen], inbox: Tensor
+        self,
+        state: DeviceState,
+        stamp: Stamp,
+        parts: list[Part],
+        seen: dict[Slot, Seen],
+        inbox: Tensor,
+        ignores_captured: bool,
     ) -> None:
         self.state = state
         self.stamp = stamp
@@ -173,6 +182,7 @@ class Snapshot:
         self._parts = parts
         self._seen = seen
         self._inbox = inbox
+        self._ignored = {slot for slot in seen if slot.captured_rows} if ignores_captured else set()
         self._last_byte = parts[-1].codes.stop - 1
         self._event = state.backend.record_event(state.stream)
 
@@ -208,6 +218,8 @@ class Snapshot:
             low, high = _cells_by_slot(codes, part.complete & ABOVE_FLOOR), _cells_by_slot(codes, BELOW_CEILING)
             for index in sorted({*low, *high}):
                 slot = part.page.slots[index]
+                if slot in self._ignored:
+                    continue
                 lower = lowest[index] if lowest else identities(part.page.plane)[1]
                 hits.append(Hit(self._seen[slot], low.get(index, []), high.get(index, []), lower, highest[index]))
         self.state.take_back(self._inbox)
@@ -241,6 +253,9 @@ class DeviceState:
         self._inboxes: list[Tensor] = []
         self._in_flight = 0
         self._updates_unseen = False  # by captured or compiled code
+        # Whether what captured and compiled code sees does not count, since the last snapshot and from the next one on.
+        self._rests = False
+        self._is_to_rest = False
 
     def is_capturing(self) -> bool:
         """Whether the work of this state's stream, or of the caller's, is being recorded into a graph."""
@@ -352,8 +367,8 @@ class DeviceState:
         if self.backend.is_capturing(self.device):
             raise RuntimeError(
                 f"multiassert has no device state left on {self.device} for this probe, and a graph is being captured, "
-                f"so none can be allocated. Call multiassert.prewarm({str(self.device)!r}) on this stream before the "
-                "capture, or run the code once without capturing."
+                f"so none can be allocated. Call multiassert.prewarm({str(self.device)!r}) before each capture on a "
+                "stream that is new to it."
             )
         page = Page(plane, self.device)
         self._pages.append(page)
@@ -390,14 +405,37 @@ class DeviceState:
                 inbox = self._inboxes[-1]
                 inbox[size - 1] = NOT_SENT
                 inbox[:size].copy_(self._outbox[:size], non_blocking=True)
-                snapshot = Snapshot(self, stamp, parts, self._seen, inbox)
+                snapshot = Snapshot(self, stamp, parts, self._seen, inbox, ignores_captured=self._rests)
                 for part in parts:
                     self._clear(part)
             # Only now, so that an error of the device on the way here loses neither what was seen nor a buffer.
             self._inboxes.pop()
             self._in_flight += 1
+            self._rests = self._is_to_rest
             self._start_anew(stamp.step + stamp.ends_step)
             return snapshot
+
+    @property
+    def is_updated_unseen(self) -> bool:
+        """Whether captured or compiled code may have updated it."""
+        return self._updates_unseen
+
+    def rest(self) -> bool:
+        """From the next snapshot on, what captured graphs see does not count; returns whether that is news."""
+        with self._lock:
+            was_awake, self._is_to_rest = not self._is_to_rest, True
+            return was_awake
+
+    def wake(self) -> None:
+        """Drop what captured graphs saw while it did not count: two kernels for each of their slots, no host wait."""
+        with self._lock:
+            was_resting, self._is_to_rest, self._rests = self._rests, False, False
+            if not was_resting or self.is_capturing():
+                return
+            with self._ordered_with_caller(), self.backend.on_stream(self.stream), torch.no_grad():
+                for slot in self._seen:
+                    if slot.captured_rows:
+                        slot.page.clear(slot)
 
     @contextlib.contextmanager
     def _ordered_with_caller(self) -> Iterator[None]:
@@ -478,6 +516,8 @@ class DeviceState:
 # All states of this process.
 
 _states: dict[tuple[torch.device, Hashable], DeviceState] = {}
+# For a capture on a stream that was never probed, such as the one that torch.cuda.graph makes for itself.
+_spares: dict[torch.device, DeviceState] = {}
 _states_lock = threading.Lock()
 
 
@@ -485,10 +525,26 @@ def state_of(backend: Backend, device: torch.device) -> DeviceState:
     """The state of the current stream of `device`, made at its first use."""
     key = (device, backend.current_stream(device))
     state = _states.get(key)
-    if state is None:
-        with _states_lock:
-            state = _states.setdefault(key, DeviceState(backend, *key))
-    return state
+    return _new_state(backend, *key) if state is None else state
+
+
+def _new_state(backend: Backend, device: torch.device, stream: Hashable) -> DeviceState:
+    with _states_lock:
+        spare = _spares.pop(device, None) if backend.is_capturing(device) else None
+        if spare is not None:
+            spare.stream = stream
+        return _states.setdefault((device, stream), spare or DeviceState(backend, device, stream))
+
+
+def prewarm(backend: Backend, device: torch.device) -> None:
+    """Allocate the state of the current stream of `device`, and one for a stream that is captured later."""
+    state_of(backend, device).prewarm()
+    if device.type == "cpu" or device in _spares:
+        return
+    spare = DeviceState(backend, device, backend.current_stream(device))
+    spare.prewarm()
+    with _states_lock:
+        _spares.setdefault(device, spare)
 
 
 def all_states() -> list[DeviceState]:
@@ -509,6 +565,7 @@ def forget_all() -> None:
     """Drop every state with all that was seen."""
     with _states_lock:
         _states.clear()
+        _spares.clear()
     for listener in _forget_listeners:
         listener()
 

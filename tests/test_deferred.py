@@ -6,6 +6,7 @@ On a simulated device the promises are counted; on a real one, what can be check
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import gc
 import random
 import weakref
@@ -334,6 +335,28 @@ def test_the_first_probe_inside_a_capture_says_what_to_do(
         multiassert.maybe_detect_nan(logits, "not prewarmed")
 
 
+def test_prewarming_serves_one_stream_that_was_never_probed(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    """torch.cuda.graph makes a stream of its own, which nobody could prewarm."""
+    module, new_graph = graphs
+    bad, graph = torch.full((4, 8), float("nan"), device=device), new_graph()
+    with multiassert.override("warn"):
+        for message in ("first", "second"):
+            multiassert.prewarm(device)
+            multiassert.prewarm(device)
+            with module.graph(graph, stream=module.Stream()):  # type: ignore[attr-defined]
+                multiassert.maybe_detect_nan(bad, message)
+                multiassert.maybe_detect_oob(torch.zeros(2, dtype=torch.int64, device=device), 0, 4, message)
+            graph.replay()  # type: ignore[attr-defined]
+            assert [v.message for v in multiassert.drain()] == [message]
+        with (
+            pytest.raises(RuntimeError, match=r"multiassert\.prewarm\("),
+            module.graph(new_graph(), stream=module.Stream()),  # type: ignore[attr-defined]
+        ):
+            multiassert.maybe_detect_nan(bad, "a third stream, not prewarmed")
+
+
 def test_a_capture_inside_suspend_has_no_probe_in_it(
     simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
 ) -> None:
@@ -343,6 +366,96 @@ def test_a_capture_inside_suspend_has_no_probe_in_it(
         multiassert.maybe_detect_nan(bad, "suspended")
     graph.replay()  # type: ignore[attr-defined]
     assert multiassert.drain() == []
+
+
+def resting(way: str) -> contextlib.AbstractContextManager[None]:
+    return multiassert.suspend() if way == "suspend" else multiassert.override("off")
+
+
+@pytest.mark.parametrize("way", ["off", "suspend"])
+@pytest.mark.parametrize("steps_inside", [0, 1, 6])  # 6: more than can be under way
+def test_a_captured_probe_is_turned_off_and_on_without_a_new_capture(
+    simulator: Simulator,
+    device: torch.device,
+    graphs: tuple[object, Callable[[], object]],
+    way: str,
+    steps_inside: int,
+) -> None:
+    module, new_graph = graphs
+    static, stream, graph = torch.zeros(4, 8, device=device), module.Stream(), new_graph()  # type: ignore[attr-defined]
+    bad, clean = torch.zeros(4, 8), torch.zeros(4, 8, device=device)
+    bad[2] = float("nan")
+    bad = bad.to(device)
+
+    def replay(values: torch.Tensor) -> None:
+        static.copy_(values)
+        graph.replay()  # type: ignore[attr-defined]
+
+    with multiassert.override("warn"):
+        multiassert.prewarm(device)
+        with module.graph(graph, stream=stream):  # type: ignore[attr-defined]
+            multiassert.maybe_detect_nan(static * 2, "in the graph")
+        multiassert.step()
+        with simulator.no_sync():
+            replay(bad)  # counts
+            with resting(way):
+                replay(bad)
+                for _ in range(steps_inside):
+                    multiassert.step()
+                    replay(bad)
+            replay(clean)
+            multiassert.step()
+            simulator.run_all()
+            found = multiassert.poll()
+            assert [(v.message, v.step, v.rows) for v in found] == [("in the graph", 1, (2,))]
+            multiassert.step()
+            simulator.run_all()
+            assert multiassert.poll() == []
+            replay(bad)
+            multiassert.step()
+            simulator.run_all()
+            assert [(v.step, v.rows) for v in multiassert.poll()] == [(steps_inside + 3, (2,))]
+
+
+def test_turning_a_captured_probe_off_adds_no_kernel_to_a_replay(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    """Why there is no switch on the device: it could not take the reduction out of the graph, only add to it."""
+    module, new_graph = graphs
+    static, graph, stream = torch.zeros(4, 8, device=device), new_graph(), module.Stream()  # type: ignore[attr-defined]
+    site = multiassert.site("in the graph")
+    with multiassert.override("warn"):
+        with module.stream(stream):  # type: ignore[attr-defined]
+            multiassert.maybe_detect_nan(static, site)  # so that its limits are set before
+        with module.graph(graph, stream=stream):  # type: ignore[attr-defined]
+            multiassert.maybe_detect_nan(static, site)
+    assert len(graph._work) == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("look", ["step", "poll"])
+def test_thousands_of_replays_with_no_python_in_between(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]], look: str
+) -> None:
+    module, new_graph = graphs
+    static, graph = torch.zeros(4, 8, device=device), new_graph()
+    with multiassert.override("warn"):
+        multiassert.prewarm(device)
+        with module.graph(graph):  # type: ignore[attr-defined]
+            static.mul_(1.5).add_(1)  # from 0 it overflows float32 after some 215 replays
+            multiassert.maybe_detect_inf(static, "in the graph")
+        multiassert.step()
+        for _ in range(2000):
+            graph.replay()  # type: ignore[attr-defined]
+        static.zero_()
+        getattr(multiassert, look)()
+        simulator.run_all()
+        (violation,) = multiassert.poll()
+        assert (violation.rows, violation.value, violation.step) == ((0, 1, 2, 3), float("inf"), 1)
+        multiassert.step()
+        for _ in range(100):
+            graph.replay()  # type: ignore[attr-defined]
+        multiassert.step()
+        assert multiassert.drain() == []
 
 
 def test_an_index_that_crashes_the_device_is_named_when_it_was_on_its_way(
