@@ -88,8 +88,14 @@ class Backend:
 
     def is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream's work is being recorded into a graph instead of run."""
-        query = getattr(self.module(device), "is_current_stream_capturing", None)
-        return bool(query()) if query is not None else False
+        module = self.module(device)
+        query = getattr(module, "is_current_stream_capturing", None)
+        if query is None:
+            return False
+        if device.index is None or device.index == module.current_device():
+            return bool(query())
+        with module.device(device):  # the query is about the current device
+            return bool(query())
 
     def record_event(self, stream: Any) -> Event | None:
         """An event behind the work put on `stream` so far; None where work is done when its call returns."""

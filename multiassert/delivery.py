@@ -229,8 +229,12 @@ def current_step() -> int:
 def after_record(device_state: DeviceState) -> RuntimeError | None:
     """What a probe does once it has recorded: snapshot if it is time, and look if something is under way."""
     delivery = _delivery
-    if device_state.is_capturing():
-        return None  # an event may not even be asked while a graph is being captured
+    try:
+        if device_state.is_capturing():
+            return None  # an event may not even be asked while a graph is being captured
+    except RuntimeError as failure:
+        delivery.device_failure = failure
+        return look()
     patience = PATIENCE_WITH_STEPS if delivery.steps_are_called else 1
     if (
         device_state.calls_since_snapshot >= CALLS_BETWEEN_SNAPSHOTS * patience
@@ -381,14 +385,14 @@ def _look_and_return() -> list[Violation]:
 
 def _look_with_others(others: ranks.Ranks, timeout: datetime.timedelta) -> RuntimeError | None:
     """As look(), but what is to be raised is raised by all ranks at once."""
-    if any(device_state.is_capturing() for device_state in state.all_states()):
-        return None  # every rank captures its graphs at the same steps
     with _delivery.lock:
         _hand_over(_arrived())
         hit = bool(_delivery.to_raise)
     if _delivery.device_failure is not None and not hit:
         return look()
     try:
+        if any(device_state.is_capturing() for device_state in state.all_states()):
+            return None  # every rank captures its graphs at the same steps
         others.ask(hit)
         if not others.any_hit(timeout):
             return None

@@ -190,10 +190,10 @@ class Snapshot:
         """Whether the copy is on the host. A device that has failed gives no answer, but what it sent is here."""
         if self._event is None:
             return True
-        if self.state.is_capturing():
-            return False  # an event may not even be asked while a graph is being captured
         try:
-            return self._event.query()
+            # An event may not even be asked while a graph is being captured. A device that has failed may answer
+            # either question with its error.
+            return not self.state.is_capturing() and self._event.query()
         except RuntimeError as failure:
             self.failure = failure
             return bool(self._inbox[self._last_byte] != NOT_SENT)

@@ -11,6 +11,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -458,9 +459,15 @@ def test_thousands_of_replays_with_no_python_in_between(
         assert multiassert.drain() == []
 
 
+@pytest.mark.parametrize("capture_query", ["answers", "fails"])
 def test_an_index_that_crashes_the_device_is_named_when_it_was_on_its_way(
-    simulator: Simulator, device: torch.device
+    simulator: Simulator, device: torch.device, capture_query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """CUDA's query whether a graph is captured, too, may answer with the error of earlier work."""
+    module = torch.get_device_module(device)
+    is_capturing = module.is_current_stream_capturing
+    if capture_query == "fails":
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: (simulator.raise_fault(), is_capturing())[1])
     table, ids = torch.zeros(10, 4, device=device), torch.tensor([3, 10], device=device)
     with multiassert.override("raise"):
         multiassert.maybe_detect_oob(ids, 0, 10, "token ids")
@@ -499,6 +506,19 @@ def test_in_mode_warn_the_record_is_returned_before_the_devices_error(
         assert [v.value for v in multiassert.drain()] == [10]
         with pytest.raises(simulate.DeviceFault):
             multiassert.drain()
+
+
+def test_whether_a_graph_is_captured_is_asked_of_the_probed_device(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    module: Any = graphs[0]
+    if module.device_count() < 2:
+        pytest.skip("the simulated device has a second one only with its compiled half")
+    backend, other = backends.for_device_type(device.type), torch.device(device.type, 1)
+    with module.graph(graphs[1]()):
+        assert (backend.is_capturing(device), backend.is_capturing(other)) == (True, False)
+        with module.device(other):
+            assert (backend.is_capturing(device), backend.is_capturing(other)) == (True, False)
 
 
 def test_probes_on_two_streams_wait_for_neither(simulator: Simulator, device: torch.device) -> None:

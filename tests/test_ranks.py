@@ -86,8 +86,13 @@ def test_nobody_raises_where_no_rank_is_hit(scene: Scene, name: str) -> None:
     ],
 )
 def test_all_ranks_raise_at_the_same_step_the_first_cause_first(
-    scene: Scene, platform: str, name: str, expected: list[tuple[int, int, str]]
+    scene: Scene,
+    platform: str,
+    name: str,
+    expected: list[tuple[int, int, str]],
+    record_property: Callable[[str, object], None],
 ) -> None:
+    record_property("alive", f"{WORLD} ranks (gloo), all raise at one step: yes")
     saw = scene(name)
     assert [seen["raised_at"] is not None for seen in saw] == [True] * WORLD
     assert len({seen["raised_at"] for seen in saw}) == 1
