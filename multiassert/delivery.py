@@ -241,9 +241,12 @@ def after_record(device_state: DeviceState) -> RuntimeError | None:
         or time.monotonic() - device_state.unsent_since > SECONDS_BETWEEN_SNAPSHOTS * patience
     ):
         _send_all(Stamp(delivery.step))
-    if delivery.under_way or delivery.to_raise:
-        return look()
-    return None
+    return look() if has_news() else None
+
+
+def has_news() -> bool:
+    """Whether there may be something to look at."""
+    return bool(_delivery.under_way or _delivery.to_raise)
 
 
 def report(violations: Iterable[Violation], raises: bool) -> RuntimeError | None:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from multiassert import backends, delivery, native, settings, state, tracing, transforms
+from multiassert import backends, delivery, glance, native, settings, state, tracing, transforms
 from multiassert.arguments import observe
 from multiassert.backends import Backend, Mechanism
 from multiassert.predicates import Check, Extremes, Observation, extremes
 from multiassert.settings import Mode
-from multiassert.sites import Message, Site, resolve, text_of
+from multiassert.sites import Message, Site, require_message, resolve, text_of
 
 # A CPU tensor that is looked at in the call tells its rows exactly; there is no state that would have to hold them.
 ALL_ROWS = 2**62
@@ -30,6 +30,7 @@ class Route(NamedTuple):
     backend: Backend
     mechanism: Mechanism | None  # None: off
     raises: bool
+    host_sees_all: bool = False  # a look at the tensor waits for nothing
 
 
 _routes: dict[torch.device, Route] = {}
@@ -64,7 +65,7 @@ def _find_route(device: torch.device, modes: settings.Modes) -> Route:
             raise ValueError(f"{modes.source(backend.name)}: mode trap is refused on {backend.name}. {refusal}")
         return Route(backend, Mechanism.NATIVE, True)
     mechanism = backend.auto() if mode is Mode.AUTO else Mechanism.DEFERRED
-    return Route(backend, mechanism, mode is not Mode.WARN)
+    return Route(backend, mechanism, mode is not Mode.WARN, device.type == "cpu")
 
 
 def probe(
@@ -118,6 +119,9 @@ def _probe(
         return None
     if torch._C._is_tracing():
         return None  # torch.jit deletes asserts, and would take device state for a constant
+    if route.host_sees_all and where is None and num_valid is None and glance.is_clean(predicate, tensor, arguments):
+        require_message(message)
+        return _after_clean_look(route, tensor.device) if route.mechanism is Mechanism.DEFERRED else None
     shape = tuple(tensor.shape)
     observation, element_mask, row_mask = observe(predicate, tensor, arguments, where, num_valid, name)
     if observation is None:
@@ -161,12 +165,21 @@ def _probe(
     return delivery.report(violations, raises=True)
 
 
+def _after_clean_look(route: Route, device: torch.device) -> RuntimeError | None:
+    """A call with nothing to record still counts as one that may send and look."""
+    device_state = state.state_of(route.backend, device)
+    if not device_state.calls_since_snapshot:
+        return delivery.look() if delivery.has_news() else None
+    device_state.calls_since_snapshot += 1
+    return delivery.after_record(device_state)
+
+
 def prewarm(device: torch.device | str) -> None:
     """Allocate the device state for a graph that is captured next, which may not allocate itself; no host wait.
 
     It serves the current stream, and one more that was never probed before: `torch.cuda.graph` makes a stream of its
-    own. Each of the two takes about 2 MB on the device. A platform whose probes are off needs none, and neither does the
-    CPU in mode `auto`; it costs nothing there.
+    own. Each of the two takes about 2 MB on the device. A platform whose probes are off needs none, and neither does
+    the CPU in mode `auto`; it costs nothing there.
     """
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     route = route_of(device)

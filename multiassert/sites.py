@@ -124,14 +124,19 @@ def _callers_place() -> _Place:
     return place
 
 
+def require_message(message: object) -> None:
+    """Raise TypeError for what can be no message."""
+    if not isinstance(message, (str, Site)) and not callable(message):
+        raise TypeError(f"msg must be a string, a callable or a Site, got {type(message).__name__}")
+
+
 def resolve(message: Message | Site) -> tuple[Site, Message | None]:
     """The site of the probe that is being called, and the message of this call where the site has none of its own."""
     if isinstance(message, Site):
         return message, None
     place = _callers_place()
     if not isinstance(message, str):
-        if not callable(message):
-            raise TypeError(f"msg must be a string, a callable or a Site, got {type(message).__name__}")
+        require_message(message)
         return place.shared, message
     found = place.by_message.get(message)
     if found is None:

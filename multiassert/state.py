@@ -211,7 +211,7 @@ class Snapshot:
         hits = []
         for part in self._parts:
             codes = self._inbox[part.codes].view(part.slots, part.rows)
-            if bool((codes == part.complete).all()):
+            if int(codes.min()) == part.complete:
                 continue
             lowest = self._inbox[part.lowest].view(part.page.plane).tolist()
             highest = self._inbox[part.highest].view(part.page.plane).tolist()

@@ -544,9 +544,10 @@ def test_the_state_stays_where_it_is(device: torch.device) -> None:
         multiassert.prewarm(device)
         (state,) = multiassert.state.all_states()
         addresses = [page.cells.data_ptr() for page in state._pages]
+        bad = torch.full((2, 2), float("nan"), device=device)
         for number in range(600):
-            multiassert.maybe_detect_nan(torch.zeros(2, 2, device=device), multiassert.site(f"site {number}"))
-        multiassert.drain()
+            multiassert.maybe_detect_nan(bad, multiassert.site(f"site {number}"))
+        assert len(multiassert.drain()) == 600
         assert [page.cells.data_ptr() for page in state._pages[: len(addresses)]] == addresses
         assert len(state._pages) > len(addresses)
 
