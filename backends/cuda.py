@@ -7,6 +7,7 @@ from multiassert.backends.base import Backend, NativeAssert
 
 class CudaBackend(Backend):
     name = "cuda"
+    launches_triton = True
     native = NativeAssert.FIRES
     native_facts = (
         "torch._assert_async on CUDA traps on the device, prints its message to stderr and costs the CUDA context "

@@ -25,6 +25,7 @@ def native_assert(torch_version: str, build_configuration: str) -> NativeAssert:
 
 class RocmBackend(Backend):
     name = "rocm"
+    launches_triton = True
 
     def asserts_compiled(self) -> bool:
         return False  # Inductor compiles it out on HIP, in torch 2.9 to 2.13 (triton_heuristics.py, read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -11,15 +11,26 @@ from torch import Tensor
 from multiassert.predicates import Observation
 
 
-def observe(
-    predicate: Callable[..., Observation | None],
+class Given(NamedTuple):
+    """A probe's arguments, checked: values without autograd, of at least one dimension, uncut and not observed yet."""
+
+    values: Tensor
+    arguments: tuple[Any, ...]
+    mask: Tensor | None
+    num_valid: int | Tensor | None
+
+    def is_empty(self) -> bool:
+        return self.values.numel() == 0 or (isinstance(self.num_valid, int) and self.num_valid == 0)
+
+
+def accept(
     tensor: Tensor,
     arguments: tuple[Any, ...],
     where: Tensor | None,
     num_valid: SupportsIndex | Tensor | None,
     name: str,
-) -> tuple[Observation | None, Tensor | None, Tensor | None]:
-    """What a predicate observes of a tensor, with the masks for its elements and its rows."""
+) -> Given:
+    """Check what a caller passed; raises what the public calls document."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise TypeError(f"{name} must be a dense tensor, got a {kind} one: probe its values instead")
@@ -31,19 +42,31 @@ def observe(
         if isinstance(argument, Tensor):
             _require_broadcast(argument, values, "a bound", name)
     mask = None if where is None else _mask_of(where, values, name)
-    row_mask = None
+    count = None
     if num_valid is not None:
         count = _host_number(num_valid, values)
         if isinstance(count, Tensor):
-            row_mask = _rows_below(count, values)
+            _require_count(count, values)
         else:
             count = _row_count(count, values.shape[0], name)
-            arguments = tuple(
-                argument.expand(values.shape)[:count] if isinstance(argument, Tensor) else argument
-                for argument in arguments
-            )
-            mask = None if mask is None else mask.expand(values.shape)[:count]
-            values = values[:count]
+    return Given(values, arguments, mask, count)
+
+
+def observe(
+    predicate: Callable[..., Observation | None], given: Given
+) -> tuple[Observation | None, Tensor | None, Tensor | None]:
+    """What a predicate observes of a tensor, with the masks for its elements and its rows."""
+    values, arguments, mask, count = given
+    row_mask = None
+    if isinstance(count, Tensor):
+        row_mask = torch.arange(values.shape[0], device=values.device) < count
+    elif count is not None:
+        arguments = tuple(
+            argument.expand(values.shape)[:count] if isinstance(argument, Tensor) else argument
+            for argument in arguments
+        )
+        mask = None if mask is None else mask.expand(values.shape)[:count]
+        values = values[:count]
     if values.numel() == 0:
         return None, None, None
     observation = predicate(values, *arguments)
@@ -102,7 +125,7 @@ def _row_count(num_valid: object, rows: int, name: str) -> int:
     return int(count)
 
 
-def _rows_below(num_valid: Tensor, values: Tensor) -> Tensor:
+def _require_count(num_valid: Tensor, values: Tensor) -> None:
     if num_valid.ndim or num_valid.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(
             "num_valid must be an int or a 0-dim integer tensor, "
@@ -110,4 +133,3 @@ def _rows_below(num_valid: Tensor, values: Tensor) -> Tensor:
         )
     if num_valid.device != values.device:
         raise ValueError(f"num_valid must be on the device of the tensor ({values.device}), got {num_valid.device}")
-    return torch.arange(values.shape[0], device=values.device) < num_valid

@@ -78,8 +78,7 @@ class _Delivery:
         self.log = _Log()
         # How many sites were hit in a step, for the order of those that arrive later.
         self.hit_in_step: collections.OrderedDict[int, int] = collections.OrderedDict()
-        # When the last steps began, on the same scale as a violation's sequence.
-        self.began: collections.OrderedDict[int, int] = collections.OrderedDict({0: 0})
+        self.probes_in_step = 0
 
 
 _delivery = _Delivery()
@@ -128,8 +127,7 @@ def step(
         delivery.held_for_ranks = others is not None
         _send_all(stamp)
         delivery.step += 1
-        delivery.began[delivery.step] = state.next_sequence()
-        _forget_all_but_the_last(delivery.began)
+        delivery.probes_in_step = 0
     error = look() if others is None else _look_with_others(others, patience)
     if error is not None:
         raise error
@@ -226,6 +224,12 @@ def current_step() -> int:
     return _delivery.step
 
 
+def next_position() -> int:
+    """How many deferred probes were called in this step before this one, on all threads."""
+    _delivery.probes_in_step += 1
+    return _delivery.probes_in_step - 1
+
+
 def after_record(device_state: DeviceState) -> RuntimeError | None:
     """What a probe does once it has recorded: snapshot if it is time, and look if something is under way."""
     delivery = _delivery
@@ -256,7 +260,7 @@ def report(violations: Iterable[Violation], raises: bool) -> RuntimeError | None
 
 
 def describe(
-    findings: Iterable[Finding],
+    findings: Sequence[Finding],
     *,
     site: Site,
     message: Message | None,
@@ -268,6 +272,9 @@ def describe(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     sequence: int,
+    position: int | None = None,
+    count: int | None = None,
+    index: int | None = None,
 ) -> list[Violation]:
     """The records of one site's findings; `sequence` orders them among those of other sites."""
     first_step = min(first_step, stamp.step)  # another thread may have ended the step meanwhile
@@ -276,9 +283,10 @@ def describe(
     with _delivery.lock:
         order = _delivery.hit_in_step.get(stamp.step, 0)
         _delivery.hit_in_step[stamp.step] = order + 1
-        _forget_all_but_the_last(_delivery.hit_in_step)
-        began = _delivery.began.get(first_step)
-    position = None if began is None or sequence < began else sequence - began
+        while len(_delivery.hit_in_step) > STEPS_REMEMBERED:
+            _delivery.hit_in_step.popitem(last=False)
+    if len(findings) > 1:
+        count = index = None  # counted together
     rank = ranks.own_rank()
     for finding in findings:
         rows = _rows(finding.cells, block, shape)
@@ -297,6 +305,8 @@ def describe(
                 row_names=_names(rows, stamp.row_names) if first_step == stamp.step else None,
                 value=finding.value,
                 bound=finding.bound,
+                count=count,
+                index=index,
                 dtype=dtype,
                 shape=shape,
                 order=order,
@@ -477,6 +487,9 @@ def _violations_of(snapshot: Snapshot, hit: Hit) -> list[Violation]:
         dtype=seen.dtype,
         shape=seen.shape,
         sequence=seen.order,
+        position=seen.position,
+        count=hit.outside,
+        index=hit.first,
     )
 
 
@@ -506,11 +519,6 @@ def _hand_over(violations: list[tuple[Violation, bool]]) -> None:
 
 def _by_first_cause(violation: Violation) -> tuple[int, int]:
     return violation.last_step, violation.sequence
-
-
-def _forget_all_but_the_last(by_step: collections.OrderedDict[int, int]) -> None:
-    while len(by_step) > STEPS_REMEMBERED:
-        by_step.popitem(last=False)
 
 
 def _rows(cells: list[int], block: int, shape: tuple[int, ...]) -> tuple[int | range, ...]:

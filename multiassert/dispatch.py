@@ -12,13 +12,16 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing as is_tracing
+from torch.compiler import is_compiling
 
-from multiassert import backends, delivery, glance, native, settings, state, tracing, transforms
-from multiassert.arguments import observe
+from multiassert import backends, delivery, fused, glance, native, settings, state, tracing, transforms
+from multiassert.arguments import Given, accept, observe
 from multiassert.backends import Backend, Mechanism
 from multiassert.predicates import Check, Extremes, Observation, extremes
 from multiassert.settings import Mode
 from multiassert.sites import Message, Site, require_message, resolve, text_of
+from multiassert.transforms import innermost as innermost_transform
 
 # A CPU tensor that is looked at in the call tells its rows exactly; there is no state that would have to hold them.
 ALL_ROWS = 2**62
@@ -31,6 +34,7 @@ class Route(NamedTuple):
     mechanism: Mechanism | None  # None: off
     raises: bool
     host_sees_all: bool = False  # a look at the tensor waits for nothing
+    is_fused: bool = False  # deferred probes may take the fused kernel
 
 
 _routes: dict[torch.device, Route] = {}
@@ -63,9 +67,10 @@ def _find_route(device: torch.device, modes: settings.Modes) -> Route:
         refusal = backend.trap_refusal()
         if refusal is not None:
             raise ValueError(f"{modes.source(backend.name)}: mode trap is refused on {backend.name}. {refusal}")
-        return Route(backend, Mechanism.NATIVE, True)
+        return Route(backend, Mechanism.NATIVE, True, is_fused=fused.is_chosen(backend, device, modes.kernels))
     mechanism = backend.auto() if mode is Mode.AUTO else Mechanism.DEFERRED
-    return Route(backend, mechanism, mode is not Mode.WARN, device.type == "cpu")
+    is_fused = fused.is_chosen(backend, device, modes.kernels)
+    return Route(backend, mechanism, mode is not Mode.WARN, device.type == "cpu", is_fused)
 
 
 def probe(
@@ -75,7 +80,6 @@ def probe(
     message: Message | Site,
     where: Tensor | None = None,
     num_valid: SupportsIndex | Tensor | None = None,
-    *,
     name: str = "tensor",
     only_warn: bool = False,
 ) -> RuntimeError | None:
@@ -84,63 +88,40 @@ def probe(
     `name` is what the public call names its tensor. `only_warn` reports through the deferred state, as mode `warn`.
     Must be called by the public call itself: the site is its caller.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tracing.probe(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
         return None
-    return _probe(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
-
-
-def _probe(
-    predicate: Callable[..., Observation | None],
-    tensor: Tensor,
-    arguments: tuple[Any, ...],
-    message: Message | Site,
-    where: Tensor | None,
-    num_valid: SupportsIndex | Tensor | None,
-    name: str,
-    only_warn: bool,
-) -> RuntimeError | None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
-    if transforms.under_transform():
+    if innermost_transform() is not None:
         error: RuntimeError | None = transforms.below_transforms(
-            _probe, predicate, tensor, arguments, message, where, num_valid, name, only_warn
+            probe, predicate, tensor, arguments, message, where, num_valid, name, only_warn
         )
         return error
-    if not transforms.is_plain(tensor):
-        with_data = transforms.with_data(tensor)
+    if type(tensor) is not Tensor:
+        with_data = _with_data(tensor, name)
         if with_data is None:
             return None
         tensor = with_data
-    route = route_of(tensor.device)
+    device = tensor.device
+    route = _routes.get(device) or route_of(device)
     if route.mechanism is None:
         return None
     if delivery.suspended_threads and threading.get_ident() in delivery.suspended_threads:
         return None
-    if torch._C._is_tracing():
+    if is_tracing():
         return None  # torch.jit deletes asserts, and would take device state for a constant
     if route.host_sees_all and where is None and num_valid is None and glance.is_clean(predicate, tensor, arguments):
-        require_message(message)
-        return _after_clean_look(route, tensor.device) if route.mechanism is Mechanism.DEFERRED else None
+        if type(message) is not str:
+            require_message(message)
+        return _after_clean_look(route, device) if route.mechanism is Mechanism.DEFERRED else None
     shape = tuple(tensor.shape)
-    observation, element_mask, row_mask = observe(predicate, tensor, arguments, where, num_valid, name)
+    given = accept(tensor, arguments, where, num_valid, name)
+    if only_warn or route.mechanism is Mechanism.DEFERRED:
+        return _record(predicate, given, route, message, tensor.dtype, shape, raises=route.raises and not only_warn)
+    observation, element_mask, row_mask = observe(predicate, given)
     if observation is None:
         return None
     site, own_message = resolve(message)
     check = observation.check
-    if only_warn or route.mechanism is Mechanism.DEFERRED:
-        device_state = state.state_of(route.backend, tensor.device)
-        device_state.record(
-            site,
-            check,
-            extremes(observation, state.ROWS, element_mask, row_mask),
-            step=delivery.current_step(),
-            raises=route.raises and not only_warn,
-            dtype=tensor.dtype,
-            shape=shape,
-            message=own_message,
-        )
-        return delivery.after_record(device_state)
     if route.mechanism is Mechanism.NATIVE:
         native.assert_extremes(check, extremes(observation, 1, element_mask, row_mask), text_of(site, own_message))
         return None
@@ -165,8 +146,69 @@ def _probe(
     return delivery.report(violations, raises=True)
 
 
+def _record(
+    predicate: Callable[..., Observation | None],
+    given: Given,
+    route: Route,
+    message: Message | Site,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    raises: bool,
+) -> RuntimeError | None:
+    """Merge what a probe sees into the state of the tensor's device."""
+    device = given.values.device
+    launch: fused.Launch | None = None
+    plan = fused.plan_of(predicate, dtype, given.arguments) if route.is_fused and not given.is_empty() else None
+    if plan is not None:
+        capturing = route.backend.is_capturing(device)
+        launch = fused.prepare(plan, given.values, state.ROWS, given.mask, given.num_valid, capturing=capturing)
+    observed: Extremes | fused.Launch
+    if plan is not None and launch is not None:
+        check, observed = plan.check, launch
+    else:
+        observation, element_mask, row_mask = observe(predicate, given)
+        if observation is None:
+            return None
+        check, observed = observation.check, extremes(observation, state.ROWS, element_mask, row_mask)
+    site, own_message = resolve(message)
+    device_state = state.state_of(route.backend, device)
+    device_state.record(
+        site,
+        check,
+        observed,
+        step=delivery.current_step(),
+        position=delivery.next_position(),
+        raises=raises,
+        dtype=dtype,
+        shape=shape,
+        message=own_message,
+    )
+    return delivery.after_record(device_state)
+
+
+def is_clean_at_a_glance(
+    predicate: Callable[..., Observation | None], tensor: Tensor, arguments: tuple[Any, ...]
+) -> bool:
+    """Whether the host can tell without a wait, and cheaply, that a predicate finds nothing; False says nothing."""
+    return (
+        not is_compiling()
+        and innermost_transform() is None
+        and type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and not is_tracing()
+        and glance.is_clean(predicate, tensor, arguments)
+    )
+
+
+def _with_data(tensor: object, name: str) -> Tensor | None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+    return tensor if type(tensor) is torch.nn.Parameter else transforms.with_data(tensor)
+
+
 def _after_clean_look(route: Route, device: torch.device) -> RuntimeError | None:
     """A call with nothing to record still counts as one that may send and look."""
+    delivery.next_position()
     device_state = state.state_of(route.backend, device)
     if not device_state.calls_since_snapshot:
         return delivery.look() if delivery.has_news() else None

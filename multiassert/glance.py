@@ -8,6 +8,7 @@ memory in float32, bfloat16 and float16.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ CHUNK = 131_072
 
 def is_clean(predicate: Callable[..., Observation | None], tensor: Tensor, arguments: tuple[Any, ...]) -> bool:
     """Whether a tensor of the CPU is surely without a violation; False says nothing."""
-    look = _LOOKS.get(predicate)
-    if look is None or tensor.layout is not torch.strided or not tensor.numel():
+    look = _LOOKS[predicate]
+    if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return look(tensor.detach() if tensor.requires_grad else tensor, *arguments)
 
@@ -80,24 +81,26 @@ def _bounds(indices: Tensor, low: object, high: object, sentinel: object) -> boo
 def _pages(indices: Tensor, page_size: object, sentinel: object) -> bool:
     if type(page_size) is not int or page_size < 2 or sentinel is not None or indices.dtype not in INTEGERS:
         return False
-    if page_size > torch.iinfo(indices.dtype).max:
+    if page_size > _largest(indices.dtype):
         return False
-    chunks = indices.view(-1).split(CHUNK) if indices.is_contiguous() else (indices,)
-    if page_size & (page_size - 1):
-        return not any((chunk % page_size).amax().item() for chunk in chunks)
-    last = chunks[-1]
-    if len(chunks) > 2:
-        # A bit that is set somewhere is set in the union of all values.
-        union = chunks[0].clone()
-        for chunk in chunks[1:-1]:
-            torch.bitwise_or(union, chunk, out=union)
-        chunks = (union, last)
-    return not any((chunk & (page_size - 1)).amax().item() for chunk in chunks)
+    power_of_two = not page_size & (page_size - 1)
+    if indices.numel() <= 2 * CHUNK or not indices.is_contiguous():
+        offsets = indices & (page_size - 1) if power_of_two else indices % page_size
+        return not offsets.max().item()
+    chunks = indices.view(-1).split(CHUNK)
+    if not power_of_two:
+        return not any((chunk % page_size).max().item() for chunk in chunks)
+    # A bit that is set somewhere is set in the union of all values.
+    union = chunks[0].clone()
+    for chunk in chunks[1:-1]:
+        torch.bitwise_or(union, chunk, out=union)
+    return not any((chunk & (page_size - 1)).max().item() for chunk in (union, chunks[-1]))
 
 
 def _condition(cond: Tensor) -> bool:
-    known = cond.dtype is torch.bool or cond.dtype in FLOATS or cond.dtype in INTEGERS
-    return known and cond.numel() == 1 and bool(cond.item())
+    dtype = cond.dtype
+    known = dtype is torch.bool or dtype in FLOATS or dtype in INTEGERS
+    return known and cond.numel() == 1 and bool(cond)
 
 
 def _sum(tensor: Tensor, expected: object) -> bool:
@@ -130,6 +133,11 @@ def _extremes(tensor: Tensor) -> tuple[Any, Any]:
     else:
         lowest, highest = tensor.amin(-1).amin(), tensor.amax(-1).amax()
     return lowest.item(), highest.item()
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> int:
+    return torch.iinfo(dtype).max
 
 
 # fp8 has no reductions, but its bits have. What all bits must be below as signed and as unsigned integers, or above as

@@ -234,7 +234,7 @@ def page_misaligned(indices: Tensor, page_size: SupportsIndex, sentinel: Support
         missing = 2**64 % size - size
         offsets = torch.where(values < 0, torch.remainder(offsets + missing, size), offsets)
     counts = None
-    if excused is not None and excused % size and _fits(excused, indices.dtype):
+    if excused is not None and excused % size and fits(excused, indices.dtype):
         counts = values != (excused - 2**64 if indices.dtype is torch.uint64 and excused > INT64_MAX else excused)
     return Observation(_page_check(size), offsets, offsets, counts)
 
@@ -277,7 +277,7 @@ def replace_out_of_bounds(indices: Tensor, low: Bound, high: Bound, fill: Suppor
     replacement = _integer(fill, "fill")
     if indices.numel() == 0:
         return indices
-    if not _fits(replacement, indices.dtype):
+    if not fits(replacement, indices.dtype):
         raise ValueError(f"fill must fit {indices.dtype}, got {replacement}")
     values = _integer_values(indices)
     shift = 2**63 if indices.dtype is torch.uint64 else 0
@@ -289,7 +289,9 @@ def replace_out_of_bounds(indices: Tensor, low: Bound, high: Bound, fill: Suppor
     if not floor <= replacement <= ceiling:
         raise ValueError(f"fill must be inside [low, high) = [{floor}, {ceiling + 1}), got {replacement}")
     lowest, highest = _integer_range(values.dtype)
-    nearest = values.to(torch.int64).clamp(max(floor - shift, lowest), min(ceiling - shift, highest))
+    # The fill is inside both, so there is room between these limits, and the values' own dtype holds them.
+    values = values.to(torch.int64) if values.dtype is torch.bool else values
+    nearest = values.clamp(max(floor - shift, lowest), min(ceiling - shift, highest))
     return torch.where(values == nearest, indices, bool(replacement) if indices.dtype is torch.bool else replacement)
 
 
@@ -325,7 +327,7 @@ def _bounds_check(dtype: torch.dtype, low: int, high: int, sentinel: int | None)
     if low > high:
         raise ValueError(f"low must not be above high, got low={low}, high={high}")
     floor, ceiling = low, high - 1
-    if sentinel is not None and (floor <= sentinel <= ceiling or not _fits(sentinel, dtype)):
+    if sentinel is not None and (floor <= sentinel <= ceiling or not fits(sentinel, dtype)):
         sentinel = None
     elif sentinel == floor - 1:
         floor, sentinel = floor - 1, None  # the usual -1 beside [0, high): a wider range costs no kernel
@@ -411,6 +413,11 @@ class Extremes(NamedTuple):
     lower: Tensor | None
     upper: Tensor | None
     block: int
+
+    @property
+    def cells(self) -> int:
+        """How many cells there are."""
+        return int((self.lower if self.upper is None else self.upper).shape[0])  # type: ignore[union-attr]
 
 
 def extremes(
@@ -539,7 +546,7 @@ def _integer_range(dtype: torch.dtype) -> tuple[int, int]:
     return info.min, info.max
 
 
-def _fits(value: int, dtype: torch.dtype) -> bool:
+def fits(value: int, dtype: torch.dtype) -> bool:
     lowest, highest = _integer_range(dtype)
     return lowest <= value <= highest
 
@@ -580,7 +587,7 @@ def _outside_tensor_bounds(indices: Tensor, low: Bound, high: Bound, sentinel: i
     values = _integer_values(indices)
     values = values.to(torch.int64)  # there is room for every bound, and no comparison can wrap
     counts = None
-    if sentinel is not None and _fits(sentinel, indices.dtype):
+    if sentinel is not None and fits(sentinel, indices.dtype):
         counts = values != sentinel - shift
     below = _is_below(values, low, "low", indices, shift)
     above = ~_is_below(values, high, "high", indices, shift)

@@ -38,6 +38,10 @@ SPELLINGS: Mapping[str, Mode] = {
 GOOD_VALUES = "off (0, false), auto (1, true, on), warn (log), raise (strict), trap (native)"
 KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "npu", "musa", "xpu", "mps")
 
+# Which kernels deferred probes are made of, where there is a choice.
+KERNELS = ("auto", "triton", "torch")
+KERNELS_VARIABLE = "MULTIASSERT_KERNELS"
+
 # Variables that start like a platform's but are not one: they belong to the test suite.
 RESERVED_PREFIX = "MULTIASSERT_TEST_"
 
@@ -55,6 +59,14 @@ def parse_mode(value: str | bool | Mode, name: str) -> Mode:
     return mode
 
 
+def parse_kernels(value: object, name: str) -> str:
+    """One of KERNELS; `name` is the variable or argument that the error names."""
+    kernels = value.strip().lower() if isinstance(value, str) else value
+    if kernels not in KERNELS:
+        raise ValueError(f"{name}={value!r} names no kernels. Good values: {', '.join(KERNELS)}.")
+    return str(kernels)
+
+
 @dataclasses.dataclass(frozen=True)
 class Modes:
     """The mode of every platform, and where each one came from."""
@@ -63,6 +75,7 @@ class Modes:
     default_source: str = "the default"
     by_platform: Mapping[str, Mode] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kernels: str = "auto"
 
     def of(self, platform: str) -> Mode:
         return self.by_platform.get(platform, self.default)
@@ -123,7 +136,7 @@ def read_environment(environment: Mapping[str, str], arguments: list[str]) -> Mo
         default, default_source = _default_from_sglang(environment, arguments)
     by_platform, sources = {}, {}
     for name, value in environment.items():
-        if not name.startswith("MULTIASSERT_") or name.startswith(RESERVED_PREFIX):
+        if not name.startswith("MULTIASSERT_") or name.startswith(RESERVED_PREFIX) or name == KERNELS_VARIABLE:
             continue
         platform = name.removeprefix("MULTIASSERT_").lower()
         by_platform[platform] = parse_mode(value, name)
@@ -134,7 +147,8 @@ def read_environment(environment: Mapping[str, str], arguments: list[str]) -> Mo
                 f"tensor of device type {platform!r} is probed. Known: {', '.join(KNOWN_PLATFORMS)}.",
                 stacklevel=2,
             )
-    return Modes(default, default_source, by_platform, sources)
+    kernels = parse_kernels(environment.get(KERNELS_VARIABLE, "auto"), KERNELS_VARIABLE)
+    return Modes(default, default_source, by_platform, sources, kernels)
 
 
 # True while any platform is on. Probes read it as `settings.active`, and so do the guards of compiled code.
@@ -172,7 +186,9 @@ def _tell_listeners() -> None:
         listener()
 
 
-def _changed(base: Modes, mode: str | bool | Mode | None, platforms: Mapping[str, str | bool | Mode]) -> Modes:
+def _changed(
+    base: Modes, mode: str | bool | Mode | None, kernels: str | None, platforms: Mapping[str, str | bool | Mode]
+) -> Modes:
     by_platform, sources = dict(base.by_platform), dict(base.sources)
     default, default_source = base.default, base.default_source
     if mode is not None:
@@ -181,7 +197,8 @@ def _changed(base: Modes, mode: str | bool | Mode | None, platforms: Mapping[str
     for platform, value in platforms.items():
         by_platform[platform] = parse_mode(value, platform)
         sources[platform] = "configure"
-    return Modes(default, default_source, by_platform, sources)
+    chosen = base.kernels if kernels is None else parse_kernels(kernels, "kernels")
+    return Modes(default, default_source, by_platform, sources, chosen)
 
 
 def _refuse_silent_traps(modes: Modes) -> None:
@@ -194,25 +211,31 @@ def _refuse_silent_traps(modes: Modes) -> None:
             raise ValueError(f"{modes.source(platform)}: mode trap is refused on {platform}. {refusal}")
 
 
-def configure(mode: str | bool | Mode | None = None, /, **platforms: str | bool | Mode) -> None:
+def configure(
+    mode: str | bool | Mode | None = None, /, *, kernels: str | None = None, **platforms: str | bool | Mode
+) -> None:
     """Set modes at run time; takes effect at the next probe, in compiled code too. No host wait.
 
     Touches a device only where captured graphs have probes in them: what they see while the platform is off is dropped.
 
     `configure("raise")` sets every platform. `configure("raise", cuda="trap", npu="warn")` sets every platform, then
     the named ones. `configure(npu="warn")` changes that one and leaves the others. The change holds for the whole
-    process, all threads. Raises ValueError for a bad mode, and for `trap` on a named platform where the assert would
+    process, all threads. `kernels` is what deferred probes are made of where there is a choice (CUDA, ROCm): `triton`,
+    one launch a probe; `torch`, two or three; `auto`, Triton where it is found and was shown to fire. Raises ValueError
+    for a bad value, and for `trap` on a named platform where the assert would
     be silent or would wait.
     """
     with _lock:
-        modes = _changed(current, mode, platforms)
+        modes = _changed(current, mode, kernels, platforms)
         _refuse_silent_traps(modes)
         _set(modes)
     _tell_listeners()
 
 
 @contextlib.contextmanager
-def override(mode: str | bool | Mode | None = None, /, **platforms: str | bool | Mode) -> Iterator[None]:
+def override(
+    mode: str | bool | Mode | None = None, /, *, kernels: str | None = None, **platforms: str | bool | Mode
+) -> Iterator[None]:
     """Set modes as `configure` does for the length of a `with` block.
 
     Nests, and restores what was in force before, also when the body raises. What a probe recorded inside keeps its
@@ -220,7 +243,7 @@ def override(mode: str | bool | Mode | None = None, /, **platforms: str | bool |
     """
     with _lock:
         before = current
-        modes = _changed(before, mode, platforms)
+        modes = _changed(before, mode, kernels, platforms)
         _refuse_silent_traps(modes)
         _set(modes)
     _tell_listeners()

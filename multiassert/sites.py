@@ -110,7 +110,7 @@ def is_callers(file: str) -> bool:
 
 def _callers_place() -> _Place:
     """The place in the caller's source from which a probe was called."""
-    frame = sys._getframe(5)  # below it: this, resolve, the two of dispatch, the public call
+    frame = sys._getframe(4)  # below it: this, resolve, the one of dispatch, the public call
     while not is_callers(frame.f_code.co_filename):
         if frame.f_back is None:
             break

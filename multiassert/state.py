@@ -21,18 +21,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from multiassert import fused
 from multiassert.backends import Backend
 from multiassert.predicates import Check, Extremes, identities
 from multiassert.sites import Message, Site
 
 ROWS = 256  # cells of a slot: more rows than that share cells
-SLOTS = 256  # slots of a page; a state gets another page when one is full
+SLOTS = 256  # slots of a state's first page; when it is full another is added,
+PAGE_GROWTH = 4  # so many times as large: each page costs a snapshot some kernels
 SLOTS_PER_SITE = 4  # a site whose bounds keep changing takes this many before it uses an idle one of its own again
 SNAPSHOTS_IN_FLIGHT = 4  # beyond it the state goes on collecting, and the next snapshot covers several steps
 
 ALL_ROWS_IN_ONE = 0  # the block of a slot whose one cell stands for all rows
 
 LOWER, UPPER = 0, 1
+BYTES_OF_HITS = 16  # two int64
 ABOVE_FLOOR, BELOW_CEILING = 2, 1  # bits of a cell's code; a fine cell has all the bits its page checks
 NOT_SENT = 0xFF  # what the host puts where the last code will arrive: no cell has this code
 
@@ -67,6 +70,8 @@ class Seen:
     dtype: torch.dtype
     shape: tuple[int, ...]  # -1 for a size that is not known
     message: Message | None
+    position: int | None = None  # how many probes came before it in its step; None where the host does not know
+    all_fused: bool = False  # whether all its calls went through the fused kernel, which counts
 
 
 # What a slot is for: a site, a check, the tensor's dtype, and how many rows share a cell.
@@ -76,11 +81,12 @@ Key = tuple[Site, Check, torch.dtype, int]
 class Slot:
     """The cells of one site, with one check at a time."""
 
-    __slots__ = ("captured_rows", "index", "key", "limits_are_captured", "order", "page", "seen", "views")
+    __slots__ = ("captured_rows", "hits", "index", "key", "limits_are_captured", "order", "page", "seen", "views")
 
     def __init__(self, page: Page, index: int) -> None:
         self.page = page
         self.index = index
+        self.hits = page.hits[index] if page.counts else page.hits
         self.key: Key | None = None
         self.seen: Seen | None = None
         # Rows that a captured graph updates whenever it is replayed, without the host's knowledge.
@@ -101,20 +107,28 @@ class Slot:
 
 
 class Page:
-    """SLOTS slots of one dtype in one piece of device memory."""
+    """Slots of one dtype in one piece of device memory."""
 
-    def __init__(self, plane: torch.dtype, device: torch.device) -> None:
+    def __init__(self, plane: torch.dtype, device: torch.device, capacity: int, counts: bool) -> None:
         lowest, highest = identities(plane)
         self.plane = plane
+        self.capacity = capacity
+        self.counts = counts
         self.slots: list[Slot] = []
         self.watches_floors = False
         self.rows_in_use = 0
         with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
-            self.cells = torch.empty((2, SLOTS, ROWS), dtype=plane, device=device)
-            self.limits = torch.empty((2, SLOTS), dtype=plane, device=device)
-            self.above_floor = torch.empty(SLOTS * ROWS, dtype=torch.bool, device=device)
+            self.cells = torch.empty((2, capacity, ROWS), dtype=plane, device=device)
+            self.limits = torch.empty((2, capacity), dtype=plane, device=device)
+            self.above_floor = torch.empty(capacity * ROWS, dtype=torch.bool, device=device)
+            # How many values the fused kernel found outside, and where the first one was; and what that starts from.
+            self.hits = torch.empty((capacity if counts else 0, 2), dtype=torch.int64, device=device)
+            self.no_hits = torch.empty_like(self.hits)
         self.cells[LOWER].fill_(highest)
         self.cells[UPPER].fill_(lowest)
+        for number, start in enumerate(fused.NO_HITS if counts else ()):
+            self.hits[:, number].fill_(start)
+            self.no_hits[:, number].fill_(start)
         # Limits nothing can break, until a slot sets its own.
         self.limits[LOWER].fill_(lowest)
         self.limits[UPPER].fill_(highest)
@@ -128,6 +142,8 @@ class Page:
         lowest, highest = identities(self.plane)
         self.cells[LOWER, slot.index].fill_(highest)
         self.cells[UPPER, slot.index].fill_(lowest)
+        for number, start in enumerate(fused.NO_HITS if self.counts else ()):
+            slot.hits[number].fill_(start)
 
     def new_slot(self) -> Slot:
         slot = Slot(self, len(self.slots))
@@ -148,6 +164,7 @@ class Part(NamedTuple):
     page: Page
     slots: int
     rows: int
+    hits: slice  # empty where the page does not count
     lowest: slice
     highest: slice
     codes: slice
@@ -162,6 +179,8 @@ class Hit(NamedTuple):
     high_cells: list[int]
     lowest: int | float
     highest: int | float
+    outside: int | None  # how many values were, and the smallest index of one; None where it was not counted
+    first: int | None
 
 
 class Snapshot:
@@ -215,13 +234,17 @@ class Snapshot:
                 continue
             lowest = self._inbox[part.lowest].view(part.page.plane).tolist()
             highest = self._inbox[part.highest].view(part.page.plane).tolist()
+            counted = self._inbox[part.hits].view(torch.int64).view(-1, 2).tolist()
             low, high = _cells_by_slot(codes, part.complete & ABOVE_FLOOR), _cells_by_slot(codes, BELOW_CEILING)
             for index in sorted({*low, *high}):
                 slot = part.page.slots[index]
                 if slot in self._ignored:
                     continue
                 lower = lowest[index] if lowest else identities(part.page.plane)[1]
-                hits.append(Hit(self._seen[slot], low.get(index, []), high.get(index, []), lower, highest[index]))
+                seen = self._seen[slot]
+                outside, first = counted[index] if counted and seen.all_fused else (None, None)
+                cells = low.get(index, []), high.get(index, [])
+                hits.append(Hit(seen, *cells, lower, highest[index], outside, first))
         self.state.take_back(self._inbox)
         return hits
 
@@ -268,16 +291,17 @@ class DeviceState:
         self,
         site: Site,
         check: Check,
-        observed: Extremes,
+        observed: Extremes | fused.Launch,
         *,
         step: int,
+        position: int,
         raises: bool,
         dtype: torch.dtype,
         shape: tuple[int, ...],
         message: Message | None,
     ) -> None:
         """Merge what a probe observed into its slot: one or two kernels on the device, no host wait."""
-        lower, upper, block = observed
+        block, is_fused = observed.block, isinstance(observed, fused.Launch)
         with self._lock:
             key = site, check, dtype, block
             slot = self._slots.get(key) or self._lease(key)
@@ -286,9 +310,10 @@ class DeviceState:
                 # Beside slots that captured or compiled code updates, whose calls the host does not see, the order of
                 # a step is that of the first calls.
                 order = slot.order if self._updates_unseen else next(_sequence)
-                seen = Seen(site, check, block, order, step, raises, dtype, shape, message)
+                seen = Seen(site, check, block, order, step, raises, dtype, shape, message, position, is_fused)
                 slot.seen = self._seen[slot] = seen
             else:
+                seen.all_fused = seen.all_fused and is_fused
                 seen.raises = True if raises else seen.raises
                 if block == 1 or shape[0] >= seen.shape[0]:  # folded rows are cut at the number of rows
                     seen.shape = shape
@@ -296,7 +321,7 @@ class DeviceState:
             if not self.calls_since_snapshot:
                 self.unsent_since = time.monotonic()
             self.calls_since_snapshot += 1
-            rows = (upper if upper is not None else lower).shape[0]  # type: ignore[union-attr]
+            rows = observed.cells
             slot.page.rows_in_use = max(slot.page.rows_in_use, rows)
             if self.backend.is_capturing(self.device):
                 slot.captured_rows = max(slot.captured_rows, rows)
@@ -305,10 +330,13 @@ class DeviceState:
                 slot.page.set_limits(slot, check)
                 slot.limits_are_captured = False
             low_cells, high_cells = slot.cells(rows)
-            if upper is not None:
-                torch.maximum(high_cells, upper, out=high_cells)
-            if lower is not None:
-                torch.minimum(low_cells, lower, out=low_cells)
+            if isinstance(observed, fused.Launch):
+                observed.run(low_cells, high_cells, slot.hits)
+                return
+            if observed.upper is not None:
+                torch.maximum(high_cells, observed.upper, out=high_cells)
+            if observed.lower is not None:
+                torch.minimum(low_cells, observed.lower, out=low_cells)
 
     def compiled_cells(
         self,
@@ -348,7 +376,7 @@ class DeviceState:
         if len(own) >= SLOTS_PER_SITE:
             idle = next((slot for slot in own if slot.seen is None and not slot.captured_rows), None)
         if idle is None:
-            page = next((p for p in self._pages if p.plane is check.plane and len(p.slots) < SLOTS), None)
+            page = next((p for p in self._pages if p.plane is check.plane and len(p.slots) < p.capacity), None)
             slot = (page or self._add_page(check.plane)).new_slot()
         else:
             slot = idle
@@ -370,9 +398,10 @@ class DeviceState:
                 f"so none can be allocated. Call multiassert.prewarm({str(self.device)!r}) before each capture on a "
                 "stream that is new to it."
             )
-        page = Page(plane, self.device)
+        capacity = SLOTS * PAGE_GROWTH ** sum(page.plane is plane for page in self._pages)
+        page = Page(plane, self.device, capacity, counts=fused.available(self.backend, self.device))
         self._pages.append(page)
-        size = sum(SLOTS * (2 * p.plane.itemsize + ROWS) for p in self._pages)
+        size = sum(p.capacity * (2 * p.plane.itemsize + ROWS + BYTES_OF_HITS) for p in self._pages)
         with torch.inference_mode(False):
             self._outbox = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._inboxes = [self._new_inbox() for _ in range(SNAPSHOTS_IN_FLIGHT - self._in_flight)]
@@ -469,11 +498,11 @@ class DeviceState:
         for slot, last in seen.items():
             slot.seen = None
             if slot.captured_rows:
-                slot.seen = self._seen[slot] = dataclasses.replace(last, first_step=step)
+                slot.seen = self._seen[slot] = dataclasses.replace(last, first_step=step, position=None)
                 slot.page.rows_in_use = max(slot.page.rows_in_use, slot.captured_rows)
 
     def _lay_out(self) -> list[Part]:
-        """Pages in use, one behind the other; extremes come first in each, where their alignment is kept."""
+        """Pages in use, one behind the other; hits and extremes come first in each, where their alignment is kept."""
         parts: list[Part] = []
         position = 0
         for page in self._pages:
@@ -481,18 +510,21 @@ class DeviceState:
             if not rows:
                 continue
             both = page.watches_floors
-            low_end = position + (slots * page.plane.itemsize if both else 0)
+            hits_end = position + (slots * BYTES_OF_HITS if page.counts else 0)
+            low_end = hits_end + (slots * page.plane.itemsize if both else 0)
             high_end = low_end + slots * page.plane.itemsize
             end = high_end + slots * rows
             complete = ABOVE_FLOOR | BELOW_CEILING if both else BELOW_CEILING
-            extremes = slice(position, low_end), slice(low_end, high_end)
-            parts.append(Part(page, slots, rows, *extremes, slice(high_end, end), complete))
+            extremes = slice(hits_end, low_end), slice(low_end, high_end)
+            parts.append(Part(page, slots, rows, slice(position, hits_end), *extremes, slice(high_end, end), complete))
             position = -(-end // 8) * 8
         return parts
 
     def _judge(self, part: Part) -> None:
-        """Compare a page's cells with their limits, and put codes and extremes in the outbox."""
+        """Compare a page's cells with their limits, and put codes, extremes and hits in the outbox."""
         page, slots, rows = part.page, part.slots, part.rows
+        if page.counts:
+            self._outbox[part.hits].view(torch.int64).view(slots, 2).copy_(page.hits[:slots])
         lower, upper = page.cells[LOWER, :slots, :rows], page.cells[UPPER, :slots, :rows]
         codes = self._outbox[part.codes]
         below_ceiling = codes.view(torch.bool).view(slots, rows)
@@ -510,6 +542,8 @@ class DeviceState:
         part.page.cells[UPPER, : part.slots, : part.rows].fill_(lowest)
         if part.page.watches_floors:
             part.page.cells[LOWER, : part.slots, : part.rows].fill_(highest)
+        if part.page.counts:
+            part.page.hits[: part.slots].copy_(part.page.no_hits[: part.slots])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ def probe(
     mechanism = _mechanism(platform, settings.current.of(platform), needs_record)
     if mechanism == "off" or delivery.suspended_threads:
         return
-    observation, element_mask, row_mask = arguments.observe(predicate, tensor, given, where, num_valid, name)
+    accepted = arguments.accept(tensor, given, where, num_valid, name)
+    observation, element_mask, row_mask = arguments.observe(predicate, accepted)
     if observation is None:
         return
     if mechanism == "native":

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-
-def under_transform() -> bool:
-    """Whether a torch.func transform (vmap, grad, jvp, functionalize) is running."""
-    return _functorch.peek_interpreter_stack() is not None
+# The innermost torch.func transform (vmap, grad, jvp, functionalize) that is running; None where there is none.
+innermost = _functorch.peek_interpreter_stack
 
 
 def below_transforms(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -37,11 +35,6 @@ def _unwrapped(value: Any) -> Any:
     while isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
         value = _functorch.get_unwrapped(value)
     return value
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what `with_data` would return as it is; the quick way to find out."""
-    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
 
 
 def with_data(tensor: Tensor) -> Tensor | None:

@@ -32,6 +32,8 @@ class Violation:
     row_names: tuple[object, ...] | None  # the caller's names for these rows, from step(rows=...)
     value: int | float  # the offending value, or the worst one; for misaligned, its distance from the page's start
     bound: int | float | None  # the bound it broke; None where there is none, or where it is a tensor
+    count: int | None  # how many values broke it; None where the mechanism does not count (only the fused kernel does)
+    index: int | None  # the first of them, in the flattened tensor; None likewise
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the tensor that the site saw last in this step; -1 is a size not known
     order: int  # among the sites hit in the same step on this rank: 0 came first in the program
@@ -41,7 +43,7 @@ class Violation:
     )  # by when the host issued the probe, over the whole process
     position: int | None = dataclasses.field(
         default=None, repr=False
-    )  # how many probes came before it in its step; None where the host does not know, as in compiled code
+    )  # how many deferred probes were called before it in its step; None where the host does not know (compiled code)
 
     @property
     def last_step(self) -> int:
@@ -74,6 +76,8 @@ class Violation:
             "row_names": "-" if self.row_names is None else json.dumps([str(n) for n in self.row_names[:ROWS_IN_LINE]]),
             "value": self.value,
             "bound": _or_dash(self.bound),
+            "count": _or_dash(self.count),
+            "index": _or_dash(self.index),
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": _shape_text(self.shape),
             "site": json.dumps(f"{self.site.file}:{self.site.line}:{self.site.function}"),
@@ -89,12 +93,9 @@ class Violation:
         where = f"{self.device}, {step}{rank}"
         rows = f", rows {_row_list(self.rows)}" if self.rows else ""
         names = "" if self.row_names is None else f" ({', '.join(str(n) for n in self.row_names[:ROWS_IN_LINE])})"
-        shape = _shape_text(self.shape)
-        return (
-            f"{self.text}\n"
-            f"    value {self.value}{rows}{names} of {shape} {str(self.dtype).removeprefix('torch.')}, on {where}\n"
-            f"    at {self.site}"
-        )
+        what = f"{_shape_text(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        counted = "" if self.count is None else f" ({self.count} of them, the first at {self.index})"
+        return f"{self.text}\n    value {self.value}{counted}{rows}{names} of {what}, on {where}\n    at {self.site}"
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

@@ -377,7 +377,7 @@ def test_the_log_line_is_frozen(device: torch.device, platform: str) -> None:
     assert violation.log_line == (
         f"multiassert violation kind=low platform={platform} device={device} rank=- node=- step=0 "
         'tag="t" order=0 rows=1 row_names=["b c"] '
-        f'value=-7 bound=0 dtype=int32 shape=2x1 site="{site}" message="ids \\"of\\"\\nrequest"'
+        f'value=-7 bound=0 count=- index=- dtype=int32 shape=2x1 site="{site}" message="ids \\"of\\"\\nrequest"'
     )
 
 

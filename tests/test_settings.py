@@ -205,3 +205,19 @@ def test_the_import_needs_torch_and_the_standard_library_only(run_child: ChildRu
         """
     )
     assert run.stdout == "[]\n", run.stdout + run.stderr
+
+
+def test_kernels_are_set_by_variable_and_at_run_time() -> None:
+    assert read_environment({"MULTIASSERT_KERNELS": " Torch "}, []).kernels == "torch"
+    assert read_environment({}, []).kernels == "auto"
+    with multiassert.override("warn", kernels="torch"):
+        assert settings.current.kernels == "torch"
+        with multiassert.override("raise"):
+            assert settings.current.kernels == "torch"
+    assert settings.current.kernels == "auto"
+    with pytest.raises(
+        ValueError, match="MULTIASSERT_KERNELS='cuda' names no kernels. Good values: auto, triton, torch"
+    ):
+        read_environment({"MULTIASSERT_KERNELS": "cuda"}, [])
+    with pytest.raises(ValueError, match="kernels='fast' names no kernels"):
+        multiassert.configure(kernels="fast")
