@@ -83,11 +83,12 @@ LEFT_OUT = """## Left out, and rows that are not won
 - Batching: many small probes looked at together, in one launch at `step`. By then an engine may have written other
   values into the same tensors (static input buffers, slots that are used again): the look would be at other data than
   the probe was given. It would be faster, and not exact.
-- `maybe_assert_async` of one element on the CPU: torch's own assert takes half a microsecond, less than it takes to find
-  out that no transform, capture, trace or suspension is in force. It stays at about two times SGLang's.
-- Page alignment of 64 elements: `&`, `max` and a read are three small operators where SGLang takes four; what is left
-  is the fixed cost of each.
-- Bounds of large int64 tensors: SGLang reads the data twice, ours once, so one half is the floor, and the row lies on it.
+- `maybe_assert_async` of one element on the CPU: torch's own assert takes half a microsecond, less than it takes to
+  find out that no transform, capture, trace or suspension is in force. It stays at about two times SGLang's.
+- Page alignment of 64 elements: `&`, `max` and a read are three small operators where SGLang takes four; what is
+  left is the fixed cost of each.
+- Bounds of large int64 tensors: SGLang reads the data twice, ours once, so one half is the floor, and the row lies
+  on it.
 - A sum of large tensors: both take the same sum."""
 
 

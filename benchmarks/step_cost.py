@@ -16,10 +16,10 @@ from multiassert import delivery, glance
 
 EXPLANATION = (
     "One `step` and one `poll` after every site was probed once, all clean, in mode raise on the CPU. The probes "
-    "themselves are not in it. A clean call on the CPU leaves nothing to send. *All sent*: the first look at CPU tensors "
-    "is turned off, so that every site is in the snapshot, as on any other device; the kernels of the snapshot, which "
-    "another device would run, are then in the time too, and little with one row a site. With few sites it is all fixed "
-    "cost; the table below tells what one more site adds."
+    "themselves are not in it. A clean call on the CPU leaves nothing to send. *All sent*: the first look at CPU "
+    "tensors is turned off, so that every site is in the snapshot, as on any other device; the kernels of the "
+    "snapshot, which another device would run, are then in the time too, and little with one row a site. With few "
+    "sites it is all fixed cost; the table below tells what one more site adds."
 )
 FIT_EXPLANATION = (
     "Fitted to the table above: the slope of a straight line through the times (numpy.polyfit), and the exponent of "
@@ -59,7 +59,10 @@ def measure(effort: Effort) -> list[Table]:
     table = Table("step", "step and poll", EXPLANATION)
     fits = Table("step fit", "step and poll: growth", FIT_EXPLANATION)
     site_counts = FEW_SITES if effort.quick else SITES
-    looks = {"": contextlib.nullcontext(), "all sent": mock.patch.object(glance, "is_clean", return_value=False)}
+    looks: dict[str, contextlib.AbstractContextManager[object]] = {
+        "": contextlib.nullcontext(),
+        "all sent": mock.patch.object(glance, "is_clean", return_value=False),
+    }
     for sent, look in looks.items():
         with look:
             for rows in (FEW_ROWS if effort.quick else ROWS) if not sent else (1,):

@@ -1,4 +1,4 @@
-"""The command line: `python -m multiassert demo`."""
+"""The command line: `python -m multiassert demo`, `audit` and what else there is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m multiassert", description="Device-side checks that do not wait.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_demo(commands)
+    _add_audit(commands)
     chosen = parser.parse_args(arguments)
     return int(chosen.run(chosen))
 
@@ -45,6 +46,14 @@ def _run_demo(chosen: argparse.Namespace) -> int:
     from multiassert import demo
 
     return demo.run(chosen.tiny, chosen.platform, chosen.summary)
+
+
+def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from multiassert import audit
+
+    parser = commands.add_parser("audit", help=audit.HELP, description=audit.DESCRIPTION)
+    audit.add_arguments(parser)
+    parser.set_defaults(run=audit.run)
 
 
 def _platforms(text: str) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ def test_the_wheel_holds_the_backends_and_no_package_named_backends(wheel: pathl
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"multiassert"}
     assert {"multiassert/py.typed", "multiassert/probes.py", "multiassert/demo/__init__.py"} <= set(names)
+    for source in (ROOT / "multiassert").rglob("*.py"):  # without backends, which is a link
+        assert source.relative_to(ROOT).as_posix() in names
     for source in (ROOT / "backends").glob("*.py"):
         assert f"multiassert/backends/{source.name}" in names
     assert {"multiassert/backends/operators/npu.txt", "multiassert/simulate/guard.cpp"} <= set(names)
