@@ -13,6 +13,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_demo(commands)
     _add_audit(commands)
+    _add_ci(commands)
     chosen = parser.parse_args(arguments)
     return int(chosen.run(chosen))
 
@@ -54,6 +55,14 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("audit", help=audit.HELP, description=audit.DESCRIPTION)
     audit.add_arguments(parser)
     parser.set_defaults(run=audit.run)
+
+
+def _add_ci(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from multiassert import ci
+
+    parser = commands.add_parser("ci", help="print the settings of a platform's CI runners", description=ci.__doc__)
+    ci.add_arguments(parser)
+    parser.set_defaults(run=ci.run)
 
 
 def _platforms(text: str) -> tuple[str, ...]:

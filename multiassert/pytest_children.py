@@ -233,5 +233,9 @@ def _import(name: str, file: str | None) -> None:
         spec: Any = None if file is None else importlib.util.spec_from_file_location(name, file)
         if spec is None:
             raise
+        parts = name.split(".")
+        for end in range(1, len(parts)):  # pickle looks for the packages that the name tells of
+            package = ".".join(parts[:end])
+            sys.modules.setdefault(package, types.ModuleType(package))
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])

@@ -191,14 +191,11 @@ def counted(tally: Tally) -> Iterator[None]:
             _count(tally)
         return probe(*arguments, **named)
 
-    ours = sites._OUR_FILES
-    sites._OUR_FILES = ours | {__file__}  # no probe stands in this file
     dispatch.probe = counting
     try:
         yield
     finally:
         dispatch.probe = probe
-        sites._OUR_FILES = ours
 
 
 def _count(tally: Tally) -> None:

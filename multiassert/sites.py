@@ -98,7 +98,7 @@ _lock = threading.Lock()
 # Frames of these are not the caller's: our own calls, and torch's between compiled code and a probe outside the graph.
 _OUR_FILES = frozenset(
     os.path.join(os.path.dirname(__file__), name)
-    for name in ("dispatch.py", "probes.py", "speculative.py", "tracing.py", "transforms.py")
+    for name in ("dispatch.py", "probes.py", "pytest_plugin.py", "speculative.py", "tracing.py", "transforms.py")
 )
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
 

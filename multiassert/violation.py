@@ -152,3 +152,7 @@ def _certainty(violations: Sequence[Violation]) -> str:
 
 def _list_of(ranks: Iterable[int | None]) -> str:
     return ", ".join(map(str, sorted(rank for rank in ranks if rank is not None)))
+
+
+# As users import it: tracebacks and pytest's summary are shorter by a name that tells them nothing.
+AsyncAssertionError.__module__ = "multiassert"

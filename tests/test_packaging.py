@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def test_the_wheel_holds_the_backends_and_no_package_named_backends(wheel: pathlib.Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"multiassert"}
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"multiassert", "pytest_multiassert.py"}
     assert {"multiassert/py.typed", "multiassert/probes.py", "multiassert/demo/__init__.py"} <= set(names)
     for source in (ROOT / "multiassert").rglob("*.py"):  # without backends, which is a link
         assert source.relative_to(ROOT).as_posix() in names
