@@ -111,10 +111,10 @@ def step(
 
     With a torch.distributed `group`, of which every rank must call this equally often, violations of mode `raise` are
     raised by all ranks at the same call, two calls after the host of some rank has seen one, with the records of all
-    ranks; until then poll() and the probes hold them back. It costs one asynchronous all_reduce of one integer, and the
-    host waits for the answer of two calls ago: for a rank or a device that is further behind. SilentRankError is raised
-    where ranks do not answer within `timeout` (5 minutes), with the records of this rank if it has any. Where mode is
-    `auto`, a probe on the CPU still raises at its own call.
+    ranks; from the first such call on, poll() and the probes hold them back until then. It costs one asynchronous
+    all_reduce of one integer, and the host waits for the answer of two calls ago: for a rank or a device that is
+    further behind. SilentRankError is raised where ranks do not answer within `timeout` (5 minutes), with the records
+    of this rank if it has any. Where mode is `auto`, a probe on the CPU still raises at its own call.
     """
     __tracebackhide__ = True
     others = None if group is None else ranks.of_group(group)
@@ -155,8 +155,12 @@ def drain() -> list[Violation]:
     """
     __tracebackhide__ = True
     _bring_in_everything()
-    _delivery.held_for_ranks = False
-    return _look_and_return()
+    with _delivery.lock:
+        held, _delivery.held_for_ranks = _delivery.held_for_ranks, False
+        try:
+            return _look_and_return()
+        finally:
+            _delivery.held_for_ranks = held
 
 
 def raise_if_error(
@@ -182,7 +186,8 @@ def suspend() -> Iterator[None]:
     """A scope in which the probes of this thread record nothing, for warm-up and dummy weights; touches no device.
 
     A graph captured inside has no probes in it. Compiled code and captured graphs have no threads to tell apart: while
-    any thread is inside, what their probes see then is dropped.
+    any thread is inside, what their probes see then is dropped. (Where the device is several steps behind when it is
+    entered, that begins with the next snapshot only: what came before must not be lost.)
     """
     thread = threading.get_ident()
     with _delivery.lock:
@@ -255,8 +260,12 @@ def has_news() -> bool:
 
 def report(violations: Iterable[Violation], raises: bool) -> RuntimeError | None:
     """Deliver violations that were found without a snapshot."""
+    violations = list(violations)
     _hand_over([(violation, raises) for violation in violations])
-    return _error()
+    with _delivery.lock:
+        if _delivery.held_for_ranks and raises and not _delivery.handing_over:
+            return _delivered(violations, violations, None)  # those of the call itself are not held
+        return _error()
 
 
 def describe(
@@ -445,8 +454,8 @@ def _error() -> AsyncAssertionError | None:
     with _delivery.lock:
         if _delivery.handing_over:
             return None  # a callback looks: what it was called for is raised after it, and not into it
-        if _delivery.held_for_ranks:
-            return None
+        if _delivery.held_for_ranks and _delivery.device_failure is None:
+            return None  # a device that has failed cannot go on with the others
         violations, _delivery.to_raise = _delivery.to_raise, []
     return AsyncAssertionError(sorted(violations, key=_by_first_cause)) if violations else None
 

@@ -53,8 +53,9 @@ def route_of(device: torch.device) -> Route:
     if route is None:
         modes = settings.current
         route = _find_route(device, modes)
-        if modes is settings.current:  # else another thread has changed them, and this route would stay
-            _routes[device] = route
+        with settings.lock:
+            if modes is settings.current:  # else another thread has changed them, and this route would stay
+                _routes[device] = route
     return route
 
 
@@ -109,6 +110,8 @@ def probe(
         return None
     if is_tracing():
         return None  # torch.jit deletes asserts, and would take device state for a constant
+    # Counted before any look, so that ranks that run the same program count alike.
+    position = delivery.next_position() if only_warn or route.mechanism is Mechanism.DEFERRED else 0
     if route.host_sees_all and where is None and num_valid is None and glance.is_clean(predicate, tensor, arguments):
         if type(message) is not str:
             require_message(message)
@@ -116,7 +119,8 @@ def probe(
     shape = tuple(tensor.shape)
     given = accept(tensor, arguments, where, num_valid, name)
     if only_warn or route.mechanism is Mechanism.DEFERRED:
-        return _record(predicate, given, route, message, tensor.dtype, shape, raises=route.raises and not only_warn)
+        raises = route.raises and not only_warn
+        return _record(predicate, given, route, message, tensor.dtype, shape, raises, position)
     observation, element_mask, row_mask = observe(predicate, given)
     if observation is None:
         return None
@@ -154,6 +158,7 @@ def _record(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     raises: bool,
+    position: int,
 ) -> RuntimeError | None:
     """Merge what a probe sees into the state of the tensor's device."""
     device = given.values.device
@@ -177,7 +182,7 @@ def _record(
         check,
         observed,
         step=delivery.current_step(),
-        position=delivery.next_position(),
+        position=position,
         raises=raises,
         dtype=dtype,
         shape=shape,
@@ -208,7 +213,6 @@ def _with_data(tensor: object, name: str) -> Tensor | None:
 
 def _after_clean_look(route: Route, device: torch.device) -> RuntimeError | None:
     """A call with nothing to record still counts as one that may send and look."""
-    delivery.next_position()
     device_state = state.state_of(route.backend, device)
     if not device_state.calls_since_snapshot:
         return delivery.look() if delivery.has_news() else None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as _dispatch_modes
 
 from multiassert import predicates
 from multiassert.predicates import Observation
@@ -29,6 +30,8 @@ CHUNK = 131_072
 def is_clean(predicate: Callable[..., Observation | None], tensor: Tensor, arguments: tuple[Any, ...]) -> bool:
     """Whether a tensor of the CPU is surely without a violation; False says nothing."""
     look = _LOOKS[predicate]
+    if _dispatch_modes():
+        return False  # a tracer, say, which takes no number out of a tensor
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return look(tensor.detach() if tensor.requires_grad else tensor, *arguments)

@@ -21,7 +21,7 @@ from typing import SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from multiassert import dispatch, predicates, settings
+from multiassert import delivery, dispatch, predicates, settings
 from multiassert.sites import Message, Site
 
 
@@ -184,6 +184,7 @@ def sanitize_nan_logits(logits: Tensor | None, msg: Message | Site = "") -> None
         return
     most = _healed_logit(logits.dtype) if _heals_logits() else 0.0
     if dispatch.is_clean_at_a_glance(predicates.inf, logits, (False,)):
+        delivery.next_position()
         return  # its sum or its extremes are finite: no NaN to report either, and nothing to heal
     if settings.active:
         error = dispatch.probe(predicates.nan, logits, (), msg, name="logits")
@@ -248,6 +249,7 @@ def sanitize_oob(
         and dispatch.is_clean_at_a_glance(predicates.out_of_bounds, indices, (low, high, None))
         and predicates.fits(fill, indices.dtype)
     ):
+        delivery.next_position()
         return indices.clone()
     safe = predicates.replace_out_of_bounds(indices, low, high, fill)
     if settings.active:

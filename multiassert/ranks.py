@@ -32,6 +32,7 @@ CALLS_BETWEEN_ASKING_AND_LOOKING = 2
 TIMEOUT = datetime.timedelta(minutes=5)  # below torch.distributed's own, after which some backends end the process
 RECORDS_OF_A_RANK = 16  # that the other ranks are told; each rank raises all its own
 SECONDS_BETWEEN_LOOKS = 0.001
+SECONDS_BEFORE_MARK = 1.0  # that a rank is here and waits, for those that give up later
 
 
 class SilentRankError(RuntimeError):
@@ -64,7 +65,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.members: list[int] = dist.get_process_group_ranks(group)
-        self._group = group
+        self._group = weakref.ref(group)  # the table of all ranks must not keep it alive
         self._rank = dist.get_rank()
         self._device = _device_of_collectives(group)
         self._asked: list[_Collective] = []
@@ -85,7 +86,9 @@ class Ranks:
         """
         if len(self._asked) <= CALLS_BETWEEN_ASKING_AND_LOOKING:
             return False
-        return bool(self._wait(self._asked.pop(0), timeout).item())
+        answer = self._wait(self._asked[0], timeout)
+        del self._asked[0]  # only now: an interrupt must not leave this rank one behind
+        return bool(answer.item())
 
     def exchange(self, own: list[Violation], timeout: datetime.timedelta) -> list[Violation]:
         """All that the ranks have to tell, the first cause first; every rank waits for every other.
@@ -93,7 +96,8 @@ class Ranks:
         Answers that are still under way say nothing new after this, and are dropped.
         """
         while self._asked:
-            self._wait(self._asked.pop(0), timeout)
+            self._wait(self._asked[0], timeout)
+            del self._asked[0]
         place, told = self.members.index(self._rank), b""
         if own:
             told = pickle.dumps([_portable(violation) for violation in own[:RECORDS_OF_A_RANK]])
@@ -119,8 +123,11 @@ class Ranks:
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> _Collective:
         if self._silence is not None:
             raise SilentRankError(str(self._silence), self._silence.ranks)
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed while multiassert was asking its ranks")
         self._collectives += 1
-        return _Collective(self._collectives, values, operation, self._group, self._device)
+        return _Collective(self._collectives, values, operation, group, self._device)
 
     def _wait(self, collective: _Collective, timeout: datetime.timedelta) -> Tensor:
         try:
@@ -140,8 +147,7 @@ class Ranks:
             except RuntimeError as error:  # the connection to a rank that has died, mostly
                 failure = error
             waited = time.monotonic() - began
-            if not marked and (failure is not None or waited >= seconds / 2):
-                # Half the time is left to all that are alive for leaving their marks.
+            if not marked and (failure is not None or waited >= min(seconds / 2, SECONDS_BEFORE_MARK)):
                 with contextlib.suppress(RuntimeError):
                     self._store.set(self._mark(collective.number, self._rank), node())
                 marked = True
@@ -175,8 +181,8 @@ class Ranks:
         here = ", ".join(str(rank) for rank in self.members if rank not in silent)
         return SilentRankError(
             f"no answer from rank {names} within {seconds:g} s. Certain: rank {here} of the group waited in "
-            "step(group=...) or raise_if_error(group=...), the others did not get there: they ended, hang, or call it "
-            "less often. Look at their logs first; what this rank saw itself is raised with this error.",
+            "step(group=...) or raise_if_error(group=...). The others left no sign: they ended, hang, are late, or "
+            "call it less often. Look at their logs first; what this rank saw itself is raised with this error.",
             tuple(silent),
         )
 
@@ -233,13 +239,13 @@ def _device_of_collectives(group: dist.ProcessGroup) -> torch.device:
 
 
 def _portable(violation: Violation) -> Violation:
-    """The record without what other processes could not read."""
-    try:
-        pickle.loads(pickle.dumps(violation))
-    except Exception:
-        names = violation.row_names
-        return violation.with_texts(str(violation.tag), None if names is None else tuple(map(str, names)))
-    return violation
+    """The record with the caller's own objects as text: other ranks may not know their classes."""
+    names = violation.row_names
+    return violation.with_names(_plain(violation.tag), None if names is None else tuple(map(_plain, names)))
+
+
+def _plain(value: object) -> object:
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
 def _by_first_cause(violation: Violation) -> tuple[int, int, int, int]:

@@ -157,7 +157,7 @@ current: Modes = Modes()
 # The latest modes that were not all off. They decide for what compiled code saw and kept no mode with.
 last_on: Modes = Modes()
 
-_lock = threading.RLock()
+lock = threading.RLock()
 _listeners: list[Callable[[], None]] = []
 
 
@@ -168,7 +168,7 @@ def on_change(listener: Callable[[], None]) -> None:
 
 def apply(modes: Modes) -> None:
     """Put `modes` in force, in this process, for all threads."""
-    with _lock:
+    with lock:
         _set(modes)
     _tell_listeners()
 
@@ -225,7 +225,7 @@ def configure(
     for a bad value, and for `trap` on a named platform where the assert would
     be silent or would wait.
     """
-    with _lock:
+    with lock:
         modes = _changed(current, mode, kernels, platforms)
         _refuse_silent_traps(modes)
         _set(modes)
@@ -241,7 +241,7 @@ def override(
     Nests, and restores what was in force before, also when the body raises. What a probe recorded inside keeps its
     mode: a violation found in `override("raise")` and looked at later still raises.
     """
-    with _lock:
+    with lock:
         before = current
         modes = _changed(before, mode, kernels, platforms)
         _refuse_silent_traps(modes)

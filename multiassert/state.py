@@ -458,9 +458,10 @@ class DeviceState:
     def wake(self) -> None:
         """Drop what captured graphs saw while it did not count: two kernels for each of their slots, no host wait."""
         with self._lock:
-            was_resting, self._is_to_rest, self._rests = self._rests, False, False
-            if not was_resting or self.is_capturing():
-                return
+            self._is_to_rest = False
+            if not self._rests or self.is_capturing():
+                return  # nothing may be cleared in a capture: the next snapshot drops it
+            self._rests = False
             with self._ordered_with_caller(), self.backend.on_stream(self.stream), torch.no_grad():
                 for slot in self._seen:
                     if slot.captured_rows:

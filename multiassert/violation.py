@@ -50,8 +50,8 @@ class Violation:
         """The step, or the last of those that the record covers."""
         return self.step if isinstance(self.step, int) else self.step[1]
 
-    def with_texts(self, tag: str, row_names: tuple[str, ...] | None) -> Violation:
-        """The same record with the caller's own objects as text."""
+    def with_names(self, tag: object, row_names: tuple[object, ...] | None) -> Violation:
+        """The same record with other words for the step and its rows."""
         return dataclasses.replace(self, tag=tag, row_names=row_names)
 
     @property

@@ -62,8 +62,11 @@ ways and more on one GPU in four minutes, and prints its own table.
 
 def page(cells: Cells, numbers: dict[str, dict[str, str]]) -> str:
     """The page; rows and numbers in the order in which the tests stand in their files."""
-    lines = [f"| | {' | '.join(COLUMNS.values())} |", f"|---|{'---|' * len(COLUMNS)}"]
-    lines += [f"| {row} | {' | '.join(cells[row].get(platform, '') for platform in COLUMNS)} |" for row in cells]
+    lines = [f"| | {' | '.join([*COLUMNS.values(), 'CUDA'])} |", f"|---|{'---|' * (len(COLUMNS) + 1)}"]
+    lines += [
+        f"| {row} | {' | '.join([*(cells[row].get(platform, '') for platform in COLUMNS), 'unknown'])} |"
+        for row in cells
+    ]
     counted = [
         f"- {what}: {', '.join(f'{COLUMNS[platform]} {value}' for platform, value in by_platform.items())}"
         for what, by_platform in numbers.items()

@@ -418,6 +418,31 @@ def test_a_captured_probe_is_turned_off_and_on_without_a_new_capture(
             assert [(v.step, v.rows) for v in multiassert.poll()] == [(steps_inside + 3, (2,))]
 
 
+def test_a_captured_probe_that_is_turned_on_while_another_graph_is_captured(
+    simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
+) -> None:
+    module: Any = graphs[0]
+    static, stream, graph, other = torch.zeros(4, 8, device=device), module.Stream(), graphs[1](), module.Stream()
+    bad, clean = torch.full((4, 8), float("nan"), device=device), torch.zeros(4, 8, device=device)
+    with multiassert.override("warn"):
+        multiassert.prewarm(device)
+        with module.graph(graph, stream=stream):
+            multiassert.maybe_detect_nan(static, "in the graph")
+        multiassert.step()
+        off = multiassert.override("off")
+        off.__enter__()
+        static.copy_(bad)
+        graph.replay()  # type: ignore[attr-defined]
+        static.copy_(clean)
+        with module.graph(graphs[1](), stream=other):
+            off.__exit__(None, None, None)
+        multiassert.step()
+        assert multiassert.drain() == []
+        static.copy_(bad)
+        graph.replay()  # type: ignore[attr-defined]
+        assert [v.message for v in multiassert.drain()] == ["in the graph"]
+
+
 def test_turning_a_captured_probe_off_adds_no_kernel_to_a_replay(
     simulator: Simulator, device: torch.device, graphs: tuple[object, Callable[[], object]]
 ) -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import multiassert
 from multiassert import AsyncAssertionError, glance, predicates
@@ -135,3 +136,12 @@ def test_gradients_are_not_recorded() -> None:
     with multiassert.override("auto"):
         multiassert.maybe_detect_nan(weights, "weights")
         multiassert.maybe_detect_in_closed_range(weights * 2, 0, 2, "twice")
+
+
+def test_a_tracer_is_not_asked_for_numbers() -> None:
+    """make_fx runs on plain tensors, under a dispatch mode that lets none of their values out."""
+    for mode in ("off", "raise"):
+        with multiassert.override(mode):
+            traced = make_fx(lambda ids: multiassert.sanitize_oob(ids, 0, 4, "ids"))(torch.arange(4))
+            assert traced(torch.arange(4)).tolist() == [0, 1, 2, 3]
+            make_fx(lambda x: multiassert.maybe_detect_nan(x, "nan"))(torch.zeros(4))

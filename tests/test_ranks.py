@@ -149,6 +149,7 @@ def test_a_rank_that_hangs_is_named(run_ranks: Callable[[str], list[dict[str, An
         assert silence["ranks"] == [3]
         assert f"no answer from rank 3 ({socket.gethostname()}) within 8 s" in silence["text"]
         assert "rank 0, 1, 2 of the group waited" in silence["text"]
+        assert "The others left no sign" in silence["text"]
 
 
 def test_a_rank_that_dies_is_named(run_ranks: Callable[[str], list[dict[str, Any]]]) -> None:
@@ -231,6 +232,67 @@ def test_a_group_of_one_raises_at_once(group_of_one: dist.ProcessGroup) -> None:
         multiassert.maybe_detect_nan(bad, "at the end")
         with pytest.raises(multiassert.AsyncAssertionError, match="at the end"):
             multiassert.raise_if_error(group=group_of_one)
+
+
+@pytest.fixture
+def held() -> None:
+    """As after a step(group=...) of several ranks."""
+    delivery._delivery.held_for_ranks = True
+
+
+@pytest.mark.usefixtures("held")
+def test_in_mode_auto_a_probe_on_the_cpu_raises_at_its_own_call() -> None:
+    with multiassert.override("auto"), pytest.raises(multiassert.AsyncAssertionError, match="at once"):
+        multiassert.maybe_detect_nan(torch.tensor([float("nan")]), "at once")
+    assert delivery._delivery.to_raise == []
+
+
+@pytest.mark.usefixtures("held")
+def test_a_drain_raises_what_is_held_and_goes_on_holding() -> None:
+    bad = torch.tensor([float("nan")])
+    with multiassert.override("raise"):
+        multiassert.maybe_detect_nan(bad, "drained")
+        with pytest.raises(multiassert.AsyncAssertionError, match="drained"):
+            multiassert.drain()
+        multiassert.maybe_detect_nan(bad, "held")
+        assert multiassert.poll() == []
+        assert [violation.message for violation in delivery._delivery.to_raise] == ["held"]
+
+
+@pytest.mark.usefixtures("held")
+def test_a_failure_of_the_device_hides_nothing_that_is_held() -> None:
+    with multiassert.override("raise"):
+        multiassert.maybe_detect_nan(torch.tensor([float("nan")]), "the cause")
+        assert multiassert.poll() == []
+        delivery._delivery.device_failure = RuntimeError("the device is lost")
+        with pytest.raises(multiassert.AsyncAssertionError, match="the cause") as raised:
+            multiassert.poll()
+    assert str(raised.value.__cause__) == "the device is lost"
+
+
+def test_probes_that_have_nothing_to_look_at_count_for_the_order_of_ranks() -> None:
+    logits = torch.zeros(2, 4)
+    with multiassert.override("warn"):
+        multiassert.maybe_detect_nan(logits[:0], "empty")
+        multiassert.maybe_detect_nan(logits, "no valid rows", num_valid=0)
+        multiassert.sanitize_nan_logits(logits, "healed")
+        multiassert.sanitize_oob(torch.zeros(2, dtype=torch.int64), 0, 4, "safe")
+        multiassert.maybe_detect_nan(torch.full((2,), float("nan")), "bad")
+        (violation,) = multiassert.drain()
+    assert violation.position == 4
+
+
+def test_what_other_ranks_may_not_know_is_told_as_text() -> None:
+    class OfThisRankOnly:
+        def __str__(self) -> str:
+            return "batch 7"
+
+    with multiassert.override("warn"):
+        multiassert.maybe_detect_nan(torch.full((2,), float("nan")), "bad")
+        multiassert.step(OfThisRankOnly(), rows=[OfThisRankOnly(), 3])
+        (violation,) = multiassert.drain()
+    told = pickle.loads(pickle.dumps(ranks._portable(violation)))
+    assert (told.tag, told.row_names) == ("batch 7", ("batch 7", 3))
 
 
 @pytest.mark.parametrize("group", ["world", 0, object()])
