@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from multiassert import backends, ci, settings
+from multiassert.__main__ import main
 from multiassert.settings import Mode
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -166,3 +167,9 @@ def test_real_platforms_are_off_unless_asked_for() -> None:
     real = workflow["jobs"]["real"]
     assert real["if"] == "github.event_name == 'workflow_dispatch' && inputs.platform != 'none'"
     assert "--multiassert-require" in real["steps"][-1]["run"]
+
+
+@pytest.mark.parametrize("arguments", [["ci", "--platform", "npu"], ["audit", str(ROOT / "multiassert" / "ci.py")]])
+def test_the_command_line_knows_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert capsys.readouterr().out

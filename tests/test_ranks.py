@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import pathlib
 import pickle
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -293,6 +295,51 @@ def test_what_other_ranks_may_not_know_is_told_as_text() -> None:
         (violation,) = multiassert.drain()
     told = pickle.loads(pickle.dumps(ranks._portable(violation)))
     assert (told.tag, told.row_names) == ("batch 7", ("batch 7", 3))
+
+
+class NeverDone:
+    """A collective whose answer comes after some looks, or never."""
+
+    number, result = 7, torch.tensor([1])
+
+    def __init__(self, looks: int, error: BaseException | None = None) -> None:
+        self.looks, self.error = looks, error
+
+    def is_done(self) -> bool:
+        self.looks -= 1
+        if self.error is not None:
+            raise self.error
+        return self.looks < 0
+
+
+def test_a_rank_that_waits_leaves_its_mark_soon(
+    group_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its own time is up: others, who came earlier, give up earlier."""
+    monkeypatch.setattr(ranks, "SECONDS_BEFORE_MARK", 0.0)
+    this = ranks.Ranks(group_of_one)
+    assert this._wait(NeverDone(2), datetime.timedelta(hours=1)).tolist() == [1]  # type: ignore[arg-type]
+    assert this._store.check([this._mark(7, 0)])
+
+
+def test_an_interrupt_does_not_put_a_rank_out_of_step(group_of_one: dist.ProcessGroup) -> None:
+    this = ranks.Ranks(group_of_one)
+    this._asked = [NeverDone(0, KeyboardInterrupt()), *[NeverDone(0)] * 2]  # type: ignore[list-item]
+    with pytest.raises(KeyboardInterrupt):
+        this.any_hit(datetime.timedelta(hours=1))
+    assert len(this._asked) == 3
+
+
+def test_a_group_that_is_destroyed_is_not_kept(tmp_path: pathlib.Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    ranks._all_ranks[world] = ranks.Ranks(world)
+    gone = weakref.ref(world)
+    dist.destroy_process_group()
+    del world
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("group", ["world", 0, object()])

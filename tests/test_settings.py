@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import multiassert
 from conftest import ChildRun
-from multiassert import AsyncAssertionError, maybe_detect_nan, settings
+from multiassert import AsyncAssertionError, dispatch, maybe_detect_nan, settings
 from multiassert.settings import Mode, read_environment
 
 NAN = torch.full((2, 2), float("nan"))
@@ -205,6 +206,26 @@ def test_the_import_needs_torch_and_the_standard_library_only(run_child: ChildRu
         """
     )
     assert run.stdout == "[]\n", run.stdout + run.stderr
+
+
+def test_a_route_that_is_being_found_does_not_outlive_a_change_of_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the probes of that device would stay off, in silence."""
+    threads = [threading.Thread(target=multiassert.configure, args=("raise",))]
+
+    class ChangedMeanwhile(dict[torch.device, dispatch.Route]):
+        def __setitem__(self, device: torch.device, route: dispatch.Route) -> None:
+            if not threads[0].ident:
+                threads[0].start()
+                threads[0].join(0.3)  # it has to wait until the route is kept, and then drops it
+            super().__setitem__(device, route)
+
+    monkeypatch.setattr(dispatch, "_routes", ChangedMeanwhile())
+    with multiassert.override("off"):
+        dispatch.route_of(torch.device("cpu"))
+        threads[0].join()
+        maybe_detect_nan(torch.tensor([float("nan")]), "after the change")
+        with pytest.raises(AsyncAssertionError, match="after the change"):
+            multiassert.drain()
 
 
 def test_kernels_are_set_by_variable_and_at_run_time() -> None:
