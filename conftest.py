@@ -11,7 +11,6 @@ and run where cpu is among them. A process can simulate one vendor only: see `te
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 import os
@@ -25,12 +24,10 @@ import pytest
 import torch
 
 import multiassert
-from multiassert import backends, delivery, simulate
+from multiassert import backends, delivery, presence, simulate
 from multiassert.backends import NativeAssert
 
 PLATFORMS = ("cpu", "cuda", "rocm", "npu", "musa", "xpu", "mps", "generic")
-VENDOR_PACKAGES = {"npu": "torch_npu", "musa": "torch_musa"}
-SIMULATED = ("npu", "musa", "generic")
 
 ChildRun = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -51,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--platform {chosen}: good names are {', '.join(PLATFORMS)}, all")
     states = {name: _state_of(name) for name in names}
     if chosen != "all":
-        to_simulate = [name for name, state in states.items() if state and name in SIMULATED]
+        to_simulate = [name for name, state in states.items() if state and name in presence.SIMULATED]
         if len(to_simulate) > 1:
             raise pytest.UsageError(
                 f"--platform {chosen}: one process simulates one vendor, run {' and '.join(to_simulate)} separately"
@@ -70,24 +67,10 @@ CHOSEN = pytest.StashKey[dict[str, str]]()
 
 def _state_of(platform: str) -> str:
     """An empty string where the platform's real device is there, else what is missing."""
-    if platform == "cpu":
-        return ""
-    if platform in VENDOR_PACKAGES:
-        package = VENDOR_PACKAGES[platform]
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
+    if platform == "npu" and importlib.util.find_spec("torch_npu") is not None:
         # Asked of the real library: an operator without a kernel is an error, not a hidden fallback to the CPU.
         os.environ.setdefault("TORCH_NPU_FALLBACK_CPU_DISABLE", "1")
-        importlib.import_module(package)
-        return "" if getattr(torch, platform).is_available() else f"{package} finds no device"
-    if platform in ("cuda", "rocm"):
-        if not torch.cuda.is_available():
-            return "torch.cuda finds no device"
-        return "" if bool(torch.version.hip) is (platform == "rocm") else f"torch's cuda devices are not {platform}'s"
-    if platform == "generic":
-        return "it is simulated when asked for by name"
-    module = getattr(torch, platform)
-    return "" if module.is_available() else f"torch.{platform} finds no device"
+    return presence.missing_of(platform)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

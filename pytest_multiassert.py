@@ -157,6 +157,6 @@ def multiassert_platform(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def multiassert_device(multiassert_platform: str) -> torch.device:
     """The platform's device, with its index, as tensors have it."""
-    from multiassert import pytest_platforms
+    from multiassert import presence
 
-    return pytest_platforms.device_of(multiassert_platform)
+    return presence.device_of(multiassert_platform)

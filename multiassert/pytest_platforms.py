@@ -6,20 +6,17 @@ tests. Whether a name stands for a real device, a simulated one or none is found
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
 
 from multiassert import simulate
+from multiassert.presence import SIMULATED, VENDOR_PACKAGES, missing_of
 from multiassert.settings import KNOWN_PLATFORMS
-
-VENDOR_PACKAGES = {"npu": "torch_npu", "musa": "torch_musa"}
-SIMULATED = (*VENDOR_PACKAGES, simulate.GENERIC)
 
 # torch's own tests take their devices from these.
 ONLY_FOR = "PYTORCH_TESTING_DEVICE_ONLY_FOR"
@@ -104,33 +101,3 @@ def _refuse_unknown(option: str, names: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in good]
     if unknown:
         raise pytest.UsageError(f"{option}: {', '.join(unknown)} is no platform. Good names: {', '.join(good)}.")
-
-
-def missing_of(platform: str) -> str:
-    """An empty string where the platform's real device is there, else what is missing."""
-    if platform == "cpu":
-        return ""
-    if platform == simulate.GENERIC:
-        return "it is never real"
-    simulator = simulate.installed()
-    if simulator is not None and simulator.name == platform:
-        return "it is simulated in this process"
-    if platform in VENDOR_PACKAGES:
-        package = VENDOR_PACKAGES[platform]
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
-        importlib.import_module(package)
-    if platform in ("cuda", "rocm") and bool(torch.version.hip) is not (platform == "rocm"):
-        return f"this torch {torch.__version__} is not built for it"
-    device_type = "cuda" if platform == "rocm" else platform
-    module = getattr(torch, device_type, None)
-    is_available: Callable[[], bool] | None = getattr(module, "is_available", None)
-    if is_available is None:
-        return f"this torch {torch.__version__} knows no torch.{device_type}"
-    return "" if is_available() else f"torch.{device_type} finds no device"
-
-
-def device_of(platform: str) -> torch.device:
-    """The device that tensors of the platform have, with its index."""
-    device_type = "cuda" if platform == "rocm" else platform
-    return torch.empty(0, device=device_type).device

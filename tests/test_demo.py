@@ -312,7 +312,7 @@ from multiassert import demo, simulate
 from multiassert.demo import hardware
 
 simulate.install("npu")
-hardware._has_real_device = lambda platform: True
+hardware.missing_of = lambda platform: ""
 hardware.simulator_of = lambda device: None
 sys.exit(demo.run(tiny=True, platforms=["npu"]))
 """
@@ -420,7 +420,7 @@ def test_a_device_that_cannot_be_had_is_said(
         raise RuntimeError("torch's slot is taken")
 
     monkeypatch.setattr(hardware.simulate, "install", taken)
-    monkeypatch.setattr(hardware, "_has_real_device", lambda platform: False)
+    monkeypatch.setattr(hardware, "missing_of", lambda platform: "it is not here")
     assert demo.run(tiny=True, platforms=["musa"]) == 2
     assert "no musa device here, and none can be simulated: torch's slot is taken" in capsys.readouterr().err
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Any
 
 import torch
 
 from multiassert import delivery, simulate
+from multiassert.presence import missing_of
 
 PLATFORMS = ("cpu", "npu", "musa")
-VENDOR_PACKAGES = {"npu": "torch_npu", "musa": "torch_musa"}
 
 
 class NoDeviceError(Exception):
@@ -20,7 +18,7 @@ class NoDeviceError(Exception):
 
 def set_up(platform: str) -> torch.device:
     """The device of `platform`; installs a simulated one where there is no real one. Raises NoDeviceError."""
-    if platform in VENDOR_PACKAGES and not _has_real_device(platform):
+    if missing_of(platform):
         try:
             simulator = simulate.install(platform)
         except RuntimeError as error:
@@ -55,18 +53,6 @@ def renew(device: torch.device) -> None:
     if simulator is not None:
         simulator.reset()
         delivery.start_anew()
-
-
-def _has_real_device(platform: str) -> bool:
-    package = VENDOR_PACKAGES[platform]
-    if importlib.util.find_spec(package) is None:
-        return False
-    try:
-        importlib.import_module(package)
-    except (ImportError, OSError, RuntimeError):  # installed, but without the driver that it needs
-        return False
-    module = getattr(torch, platform, None)
-    return module is not None and bool(module.is_available())
 
 
 def _copy_tensors_by_cloning(platform: str) -> None:
