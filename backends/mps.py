@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 
-from multiassert.backends.base import Backend, NativeAssert
+from multiassert.backends.base import Backend, Event, NativeAssert
 
 
 class MpsBackend(Backend):
@@ -22,3 +25,16 @@ class MpsBackend(Backend):
         else:
             self.native = NativeAssert.MISSING
             self.native_facts = "torch up to 2.13 has no torch._assert_async kernel for MPS (read in its headers)."
+
+    # torch.mps knows one stream, which has no name, and events that are recorded on it (torch 2.13, read).
+
+    def current_stream(self, device: torch.device) -> Hashable:
+        return None
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def record_event(self, stream: Any) -> Event | None:
+        event = torch.mps.Event()
+        event.record()
+        return event

@@ -4,8 +4,8 @@ A probe such as `maybe_detect_nan(logits, "verify: target logits")` costs a few 
 assert is known to work it is used; elsewhere a buffer on the device holds what was seen, and the host looks later.
 """
 
-from multiassert import settings
-from multiassert.delivery import drain, on_violation, poll, raise_if_error, step, suspend
+from multiassert import settings, sinks
+from multiassert.delivery import current_step, drain, on_violation, poll, raise_if_error, step, suspend
 from multiassert.dispatch import prewarm
 from multiassert.probes import (
     maybe_assert_async,
@@ -24,6 +24,7 @@ from multiassert.settings import configure, override
 from multiassert.sites import Site, site
 from multiassert.speculative import get_src_tgt_cache_loc
 from multiassert.violation import AsyncAssertionError, Violation
+from multiassert.watching import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -33,7 +34,9 @@ __all__ = [
     "SilentRankError",
     "Site",
     "Violation",
+    "Watch",
     "configure",
+    "current_step",
     "drain",
     "get_src_tgt_cache_loc",
     "maybe_assert_async",
@@ -54,6 +57,8 @@ __all__ = [
     "site",
     "step",
     "suspend",
+    "watch",
 ]
 
 settings.read_process_environment()
+sinks.open_those_of_environment()

@@ -10,6 +10,7 @@ import atexit
 import collections
 import contextlib
 import datetime
+import itertools
 import logging
 import multiprocessing.util
 import os
@@ -25,9 +26,10 @@ from multiassert.predicates import Finding
 from multiassert.settings import Mode
 from multiassert.sites import Message, Site, text_of
 from multiassert.state import DeviceState, Hit, Snapshot, Stamp
-from multiassert.violation import AsyncAssertionError, Violation
+from multiassert.throttle import Throttle
+from multiassert.violation import VIOLATIONS_IN_ERROR, AsyncAssertionError, Violation, suppressed
 
-logger = logging.getLogger("multiassert")
+logger = logging.getLogger(__name__)
 
 # Probes snapshot by themselves after so many calls or seconds; much later where the engine calls step().
 CALLS_BETWEEN_SNAPSHOTS = 256
@@ -37,27 +39,83 @@ PATIENCE_WITH_STEPS = 40
 SECONDS_BETWEEN_LOGS = 10.0  # of one site, in mode warn
 ROWS_LISTED = 4096  # more rows than that are told as one range
 STEPS_REMEMBERED = 64  # longer than any snapshot is under way
-# A run in mode warn that only reads the log never calls poll(). The first causes are kept for it; all are logged.
-KEPT_FOR_POLL = 10_000
+LONGEST_MESSAGE = 4096  # characters; a message that is a callable may be of any length
+# A run in mode warn that only reads the log never calls poll(), and ranks may wait long for each other. Then the first
+# causes are kept, as long as they have no more rows and names than that together; the others are counted.
+KEPT_VIOLATIONS = 10_000
+KEPT_ROWS = 1_000_000
 
 
 class _Log:
-    """The log lines of mode warn, at most one in SECONDS_BETWEEN_LOGS for each site."""
+    """The log lines of mode warn, at most one in SECONDS_BETWEEN_LOGS for each site; then how many were left out."""
 
     def __init__(self) -> None:
-        self._last: dict[tuple[Site, str], tuple[float, int]] = {}
+        self._throttle: Throttle[tuple[Site, str]] = Throttle(1, SECONDS_BETWEEN_LOGS)
 
     def write(self, violation: Violation) -> None:
-        now = time.monotonic()
-        key = (violation.site, violation.kind)
-        last, silent = self._last.get(key, (-SECONDS_BETWEEN_LOGS, 0))
-        if now - last < SECONDS_BETWEEN_LOGS:
-            self._last[key] = last, silent + 1
+        self.write_ended()
+        if self._throttle.admits((violation.site, violation.kind)) and logger.isEnabledFor(logging.WARNING):
+            log(logging.WARNING, violation)
+
+    def write_ended(self, all_of_them: bool = False) -> None:
+        """How many were left out of the log, of the sites whose time is over, or of all."""
+        for site_and_kind, count in self._throttle.ended(all_of_them):
+            site, kind = site_and_kind or (None, None)
+            what = "of other sites" if site is None else f"{kind} {site.message!r} at {site}"
+            plain = {"event": "suppressed", **suppressed(site, kind, count)}
+            logger.warning("%d more violations %s were not logged", count, what, extra={"multiassert": plain})
+
+
+def log(level: int, violation: Violation) -> None:
+    """Write the violation to the log: its line, and as `record.multiassert` its plain data, for logs that are JSON."""
+    plain = {"event": "violation", **violation.to_dict()}
+    logger.log(level, "%s", violation.log_line, extra={"multiassert": plain})
+
+
+class Observer:
+    """What a sink is told besides violations. Each call comes with the lock held, and must be quick."""
+
+    def step_ended(self) -> None:
+        """The engine has called step()."""
+
+    def snapshot_sent(self) -> None:
+        """A snapshot of a device state is on its way to the host."""
+
+    def snapshot_arrived(self, steps: int) -> None:
+        """The host opens one, so many calls of step() after the last step that it covers began."""
+
+    def process_ends(self) -> None:
+        """All that was seen has been handed over. It is called once more where there is more all the same."""
+
+
+class _Kept(list[Violation]):
+    """Violations that nobody has looked at yet: the first ones, in bounded memory."""
+
+    def __init__(self, violations: Iterable[Violation] = ()) -> None:
+        super().__init__()
+        self.left_out = 0
+        self._rows = 0
+        for violation in violations:
+            self.keep(violation)
+
+    def keep(self, violation: Violation) -> None:
+        rows = len(violation.rows) + len(violation.row_names or ())
+        if len(self) >= KEPT_VIOLATIONS or (self and self._rows + rows > KEPT_ROWS):
+            self.left_out += 1
             return
-        self._last[key] = now, 0
-        if silent:
-            logger.warning("%d more violations were not logged before this one of the same site:", silent)
-        logger.warning("%s", violation.log_line)
+        self._rows += rows
+        self.append(violation)
+
+    @property
+    def total(self) -> int:
+        """With those left out."""
+        return len(self) + self.left_out
+
+    def without(self, known: set[int]) -> _Kept:
+        """The same but for those with these ids; if none is left, those left out go with the others."""
+        rest = _Kept(violation for violation in self if id(violation) not in known)
+        rest.left_out = self.left_out if rest else 0
+        return rest
 
 
 class _Delivery:
@@ -68,17 +126,23 @@ class _Delivery:
         self.step = 0
         self.steps_are_called = False
         self.under_way: collections.deque[Snapshot] = collections.deque()
-        self.to_raise: list[Violation] = []
-        self.to_return: list[Violation] = []
+        self.to_raise = _Kept()
+        self.to_return = _Kept()
         self.device_failure: RuntimeError | None = None  # to raise when no violation is left to tell
         self.callbacks: list[Callable[[Violation], object]] = []
+        self.observers: list[Observer] = []
         self.handing_over = False
         # Violations wait for step(group=...), so that all ranks raise at the same step.
         self.held_for_ranks = False
         self.log = _Log()
+        # A callback that fails in a storm of violations must not make one of the log: by callback, site and kind.
+        self.failing_callbacks: Throttle[tuple[int, Site, str]] = Throttle(1, SECONDS_BETWEEN_LOGS)
         # How many sites were hit in a step, for the order of those that arrive later.
         self.hit_in_step: collections.OrderedDict[int, int] = collections.OrderedDict()
+        # What step() said of the latest steps, for snapshots that were sent before it.
+        self.stamps_of_steps: collections.OrderedDict[int, Stamp] = collections.OrderedDict()
         self.probes_in_step = 0
+        self.probes_in_earlier_steps = 0
 
 
 _delivery = _Delivery()
@@ -122,12 +186,19 @@ def step(
     delivery = _delivery
     with delivery.lock:
         stamp = Stamp(delivery.step, True, tag, None if rows is None else tuple(rows))
-        _hand_over(_arrived())  # first, since it frees the memory of another snapshot
+        if tag is not None or rows is not None:
+            delivery.stamps_of_steps[stamp.step] = stamp
+            if len(delivery.stamps_of_steps) > STEPS_REMEMBERED:
+                delivery.stamps_of_steps.popitem(last=False)
+        _hand_over(_arrived())  # before sending, since it frees the memory of another snapshot
         delivery.steps_are_called = True
         delivery.held_for_ranks = others is not None
         _send_all(stamp)
         delivery.step += 1
+        delivery.probes_in_earlier_steps += delivery.probes_in_step
         delivery.probes_in_step = 0
+        delivery.log.write_ended()
+        _tell_observers(lambda observer: observer.step_ended())
     error = look() if others is None else _look_with_others(others, patience)
     if error is not None:
         raise error
@@ -175,7 +246,8 @@ def raise_if_error(
     others = None if group is None else ranks.of_group(group)
     patience = ranks.timeout_of(timeout)
     _bring_in_everything()
-    own = sorted([*_delivery.to_raise, *_delivery.to_return], key=_by_first_cause)
+    with _delivery.lock:
+        own = sorted([*_delivery.to_raise, *_delivery.to_return], key=_by_first_cause)
     error = _exchanged(others, patience, own) if others else _delivered(own, own, _delivery.device_failure)
     if error is not None:
         raise error
@@ -206,8 +278,9 @@ def suspend() -> Iterator[None]:
 def on_violation(callback: Callable[[Violation], object]) -> Callable[[], None]:
     """Hand every violation to `callback` when the host first sees it, whatever the mode; touches no device.
 
-    It is called on the thread that looked, before the violation is logged or raised. An exception of the callback is
-    logged and loses nothing. Returns a function that takes the callback off again.
+    It is called on the thread that looked, before the violation is logged or raised, one call at a time. All violations
+    are handed over, be it a million: to limit what it writes is up to the callback. An exception of the callback is
+    logged, at most every 10 seconds for a site, and loses nothing. Returns a function that takes the callback off.
     """
     if not callable(callback):
         raise TypeError(f"callback must be callable, got {type(callback).__name__}")
@@ -222,10 +295,51 @@ def on_violation(callback: Callable[[Violation], object]) -> Callable[[], None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# For the sinks.
+
+
+def locked() -> contextlib.AbstractContextManager[object]:
+    """The lock under which callbacks and observers are called: a sink takes it before any lock of its own."""
+    return _delivery.lock
+
+
+def observe(observer: Observer) -> Callable[[], None]:
+    """Tell `observer` of steps, snapshots and the end of the process; returns a function that ends it."""
+    with _delivery.lock:
+        _delivery.observers.append(observer)
+
+    def remove() -> None:
+        with _delivery.lock, contextlib.suppress(ValueError):
+            _delivery.observers.remove(observer)
+
+    return remove
+
+
+def probe_calls() -> int:
+    """How many deferred probes were called so far, on all threads; those in compiled and captured code are no calls."""
+    return _delivery.probes_in_earlier_steps + _delivery.probes_in_step
+
+
+def _tell_observers(tell: Callable[[Observer], object]) -> None:
+    for observer in list(_delivery.observers):
+        try:
+            tell(observer)
+        except Exception:  # a sink that fails must not lose a snapshot
+            logger.exception("%s of multiassert failed, and is told nothing more", type(observer).__name__)
+            with contextlib.suppress(ValueError):
+                _delivery.observers.remove(observer)
+
+
+def _tell_of_arrival(steps: int) -> None:
+    _tell_observers(lambda observer: observer.snapshot_arrived(steps))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # For the probes.
 
 
 def current_step() -> int:
+    """How often step() was called so far, which is what records call the step under way; touches no device."""
     return _delivery.step
 
 
@@ -233,6 +347,23 @@ def next_position() -> int:
     """How many deferred probes were called in this step before this one, on all threads."""
     _delivery.probes_in_step += 1
     return _delivery.probes_in_step - 1
+
+
+def send(tag: object = None, row_names: Sequence[object] | None = None) -> RuntimeError | None:
+    """Send what was seen so far on its way, and look at what has arrived; the error to raise, if any. Never waits."""
+    _send_all(Stamp(_delivery.step, False, tag, row_names))
+    return look()
+
+
+# Violations as they arrive, first cause first, each with whether it is to be raised; None from one that is over.
+Condense = Callable[[list[tuple[Violation, bool]]], "list[tuple[Violation, bool]] | None"]
+_condensers: list[Condense] = []
+
+
+def condense_with(condense: Condense) -> None:
+    """Let `condense` leave out or reword violations before anybody sees them, until it returns None."""
+    with _delivery.lock:
+        _condensers.append(condense)
 
 
 def after_record(device_state: DeviceState) -> RuntimeError | None:
@@ -245,6 +376,8 @@ def after_record(device_state: DeviceState) -> RuntimeError | None:
         delivery.device_failure = failure
         return look()
     patience = PATIENCE_WITH_STEPS if delivery.steps_are_called else 1
+    if device_state.calls_since_snapshot == 1:
+        device_state.unsent_since = time.monotonic()  # not before: a first call may take long, and is no reason to send
     if (
         device_state.calls_since_snapshot >= CALLS_BETWEEN_SNAPSHOTS * patience
         or time.monotonic() - device_state.unsent_since > SECONDS_BETWEEN_SNAPSHOTS * patience
@@ -289,6 +422,7 @@ def describe(
     first_step = min(first_step, stamp.step)  # another thread may have ended the step meanwhile
     violations = []
     text = text_of(site, message)
+    text = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
     with _delivery.lock:
         order = _delivery.hit_in_step.get(stamp.step, 0)
         _delivery.hit_in_step[stamp.step] = order + 1
@@ -345,6 +479,7 @@ def _send(device_state: DeviceState, stamp: Stamp) -> None:
         return
     if snapshot is not None:
         _delivery.under_way.append(snapshot)
+        _tell_observers(lambda observer: observer.snapshot_sent())
 
 
 def _rest_or_wake() -> None:
@@ -356,7 +491,8 @@ def _rest_or_wake() -> None:
         if not device_state.is_updated_unseen:
             continue
         with _delivery.lock:
-            if not suspended_threads and settings.current.of(device_state.backend.name) is not Mode.OFF:
+            is_on = device_state.asked_for or settings.current.of(device_state.backend.name) is not Mode.OFF
+            if is_on and not suspended_threads:
                 device_state.wake()
             elif device_state.rest():
                 _send(device_state, Stamp(_delivery.step))  # what was seen until now counts
@@ -401,7 +537,14 @@ def _look_and_return() -> list[Violation]:
         # A failure of the device waits until the violations that it may follow from have been told.
         if error is not None and (isinstance(error, AsyncAssertionError) or not _delivery.to_return):
             raise error
-        violations, _delivery.to_return = _delivery.to_return, []
+        violations, _delivery.to_return = _delivery.to_return, _Kept()
+    if violations.left_out:
+        logger.warning(
+            "%d violations came after the %d that are returned now, before anybody looked, and were not kept: call "
+            "multiassert.poll() more often.",
+            violations.left_out,
+            len(violations),
+        )
     return sorted(violations, key=_by_first_cause)
 
 
@@ -439,13 +582,15 @@ def _delivered(own: list[Violation], told: Sequence[Violation], failure: Runtime
     told = tuple(told)
     with _delivery.lock:
         known = set(map(id, own))
-        _delivery.to_raise = [violation for violation in _delivery.to_raise if id(violation) not in known]
-        _delivery.to_return = [violation for violation in _delivery.to_return if id(violation) not in known]
+        left_out = _delivery.to_raise.left_out + _delivery.to_return.left_out
+        _delivery.to_raise = _delivery.to_raise.without(known)
+        _delivery.to_return = _delivery.to_return.without(known)
+        left_out -= _delivery.to_raise.left_out + _delivery.to_return.left_out
         if not told:
             if failure is _delivery.device_failure:
                 _delivery.device_failure = None
             return failure
-    error = AsyncAssertionError(told)
+    error = AsyncAssertionError(told, left_out)
     error.__cause__ = failure
     return error
 
@@ -456,8 +601,8 @@ def _error() -> AsyncAssertionError | None:
             return None  # a callback looks: what it was called for is raised after it, and not into it
         if _delivery.held_for_ranks and _delivery.device_failure is None:
             return None  # a device that has failed cannot go on with the others
-        violations, _delivery.to_raise = _delivery.to_raise, []
-    return AsyncAssertionError(sorted(violations, key=_by_first_cause)) if violations else None
+        violations, _delivery.to_raise = _delivery.to_raise, _Kept()
+    return AsyncAssertionError(sorted(violations, key=_by_first_cause), violations.left_out) if violations else None
 
 
 def _arrived() -> list[tuple[Violation, bool]]:
@@ -467,6 +612,8 @@ def _arrived() -> list[tuple[Violation, bool]]:
         _delivery.device_failure = snapshot.failure or _delivery.device_failure
     if not arrived:
         return []
+    for snapshot in arrived:
+        _tell_of_arrival(_delivery.step - snapshot.stamp.step)
     for snapshot in arrived:
         _delivery.under_way.remove(snapshot)
     hits = [(snapshot, hit) for snapshot in arrived for hit in snapshot.open()]
@@ -483,14 +630,16 @@ def _raises(snapshot: Snapshot, hit: Hit) -> bool:
 
 
 def _violations_of(snapshot: Snapshot, hit: Hit) -> list[Violation]:
-    seen = hit.seen
+    seen, stamp = hit.seen, snapshot.stamp
+    if not stamp.ends_step:  # sent within its step, which may have a name by now
+        stamp = _delivery.stamps_of_steps.get(stamp.step, stamp)
     return describe(
         seen.check.findings(hit.low_cells, hit.high_cells, hit.lowest, hit.highest),
         site=seen.site,
         message=seen.message,
         platform=snapshot.state.backend.name,
         device=snapshot.state.device,
-        stamp=snapshot.stamp,
+        stamp=stamp,
         first_step=seen.first_step,
         block=seen.block,
         dtype=seen.dtype,
@@ -505,12 +654,22 @@ def _violations_of(snapshot: Snapshot, hit: Hit) -> list[Violation]:
 def _hand_over(violations: list[tuple[Violation, bool]]) -> None:
     """Callbacks first, then the log or the queue of those to be raised."""
     with _delivery.lock:
+        for condense in list(_condensers):
+            try:
+                condensed = condense(violations)
+            except Exception:  # then all of them are told
+                logger.exception("violations of multiassert could not be condensed")
+                continue
+            if condensed is None:
+                _condensers.remove(condense)
+            else:
+                violations = condensed
         for violation, raises in violations:
             # Kept before anything of the caller's runs, so that nothing it does can lose a violation.
             if raises:
-                _delivery.to_raise.append(violation)
-            elif len(_delivery.to_return) < KEPT_FOR_POLL:
-                _delivery.to_return.append(violation)
+                _delivery.to_raise.keep(violation)
+            else:
+                _delivery.to_return.keep(violation)
         outermost, _delivery.handing_over = not _delivery.handing_over, True
         try:
             for violation, raises in violations:
@@ -518,12 +677,19 @@ def _hand_over(violations: list[tuple[Violation, bool]]) -> None:
                     try:
                         callback(violation)
                     except Exception:
-                        logger.exception("a callback of on_violation raised; the violation was: %s", violation.log_line)
+                        _log_failure_of(callback, violation)
                 if not raises:
                     _delivery.log.write(violation)
         finally:  # a callback may be left by an interrupt, too
             if outermost:
                 _delivery.handing_over = False
+
+
+def _log_failure_of(callback: Callable[[Violation], object], violation: Violation) -> None:
+    """Log the exception that is being handled."""
+    _delivery.failing_callbacks.ended()
+    if _delivery.failing_callbacks.admits((id(callback), violation.site, violation.kind)):
+        logger.exception("a callback of on_violation raised; the violation was: %s", violation.log_line)
 
 
 def _by_first_cause(violation: Violation) -> tuple[int, int]:
@@ -544,8 +710,8 @@ def _rows(cells: list[int], block: int, shape: tuple[int, ...]) -> tuple[int | r
 def _names(rows: tuple[int | range, ...], names: Sequence[object] | None) -> tuple[object, ...] | None:
     if names is None:
         return None
-    indices = [index for row in rows for index in (row if isinstance(row, range) else (row,))]
-    return tuple(names[index] for index in indices if index < len(names))
+    indices = itertools.chain.from_iterable(row if isinstance(row, range) else (row,) for row in rows)
+    return tuple(names[index] for index in itertools.islice(indices, ROWS_LISTED) if index < len(names))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -555,13 +721,15 @@ def _names(rows: tuple[int | range, ...], names: Sequence[object] | None) -> tup
 def _drain_at_exit() -> None:
     """Drain, so that a violation of the last step is not lost; in mode raise the process ends with exit code 1."""
     with _delivery.lock:
-        known = len(_delivery.to_return)
+        known = _delivery.to_return.total
         try:
             _bring_in_everything()
         except RuntimeError as error:
             logger.warning("the device could not be asked for its last violations at exit: %s", error)
-        found = len(_delivery.to_return) - known
-        to_raise, _delivery.to_raise = _delivery.to_raise, []
+        found = _delivery.to_return.total - known
+        to_raise, _delivery.to_raise = _delivery.to_raise, _Kept()
+        _delivery.log.write_ended(all_of_them=True)
+        _tell_observers(lambda observer: observer.process_ends())
     if found:
         logger.warning(
             "%d violations were looked at only because the process ended: call multiassert.drain() before it does.",
@@ -570,7 +738,11 @@ def _drain_at_exit() -> None:
     if to_raise:
         # An exception in an exit handler is printed, and the exit code stays 0: a failed run would pass.
         sys.stdout.flush()
-        print(f"multiassert.AsyncAssertionError at exit: {AsyncAssertionError(to_raise)}", file=sys.stderr, flush=True)
+        if logger.hasHandlers():  # else logging would print on stderr what comes there anyway
+            for violation in to_raise[:VIOLATIONS_IN_ERROR]:
+                log(logging.ERROR, violation)
+        untold = AsyncAssertionError(to_raise, to_raise.left_out)
+        print(f"multiassert.AsyncAssertionError at exit: {untold}", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(1)
 
@@ -586,9 +758,9 @@ def start_anew() -> None:
 def _start_anew_in_child() -> None:
     """A forked child has its parent's state in memory, but what is in it is the parent's to report."""
     global _delivery
-    callbacks = _delivery.callbacks
+    callbacks, observers = _delivery.callbacks, _delivery.observers
     _delivery = _Delivery()
-    _delivery.callbacks = callbacks
+    _delivery.callbacks, _delivery.observers = callbacks, observers
     suspended_threads.clear()
     state.start_anew_in_child()
 

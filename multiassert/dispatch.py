@@ -35,43 +35,49 @@ class Route(NamedTuple):
     raises: bool
     host_sees_all: bool = False  # a look at the tensor waits for nothing
     is_fused: bool = False  # deferred probes may take the fused kernel
+    asked_for: bool = False  # by an engine's own switch, whatever ours say
 
 
 _routes: dict[torch.device, Route] = {}
+_routes_asked_for: dict[torch.device, Route] = {}
 
 
 def _forget_routes() -> None:
     _routes.clear()
+    _routes_asked_for.clear()
 
 
 settings.on_change(_forget_routes)
 
 
-def route_of(device: torch.device) -> Route:
+def route_of(device: torch.device, asked_for: bool = False) -> Route:
     """The route for tensors of `device`; raises ValueError where mode `trap` would be silent or would wait."""
-    route = _routes.get(device)
+    routes = _routes_asked_for if asked_for else _routes
+    route = routes.get(device)
     if route is None:
         modes = settings.current
-        route = _find_route(device, modes)
+        route = _find_route(device, modes, asked_for)
         with settings.lock:
             if modes is settings.current:  # else another thread has changed them, and this route would stay
-                _routes[device] = route
+                routes[device] = route
     return route
 
 
-def _find_route(device: torch.device, modes: settings.Modes) -> Route:
+def _find_route(device: torch.device, modes: settings.Modes, asked_for: bool) -> Route:
     backend = backends.for_device_type(device.type)
-    mode = modes.of(backend.name)
+    mode = modes.where_asked_for(backend.name) if asked_for else modes.of(backend.name)
     if device.type == "meta" or mode is Mode.OFF:
         return Route(backend, None, False)
     if mode is Mode.TRAP:
         refusal = backend.trap_refusal()
         if refusal is not None:
             raise ValueError(f"{modes.source(backend.name)}: mode trap is refused on {backend.name}. {refusal}")
-        return Route(backend, Mechanism.NATIVE, True, is_fused=fused.is_chosen(backend, device, modes.kernels))
+        is_fused = fused.is_chosen(backend, device, modes.kernels)
+        return Route(backend, Mechanism.NATIVE, True, is_fused=is_fused, asked_for=asked_for)
     mechanism = backend.auto() if mode is Mode.AUTO else Mechanism.DEFERRED
     is_fused = fused.is_chosen(backend, device, modes.kernels)
-    return Route(backend, mechanism, mode is not Mode.WARN, device.type == "cpu", is_fused)
+    host_sees_all = device.type == "cpu" and modes.kernels != "exact"  # a look trusts reductions
+    return Route(backend, mechanism, mode is not Mode.WARN, host_sees_all, is_fused, asked_for)
 
 
 def probe(
@@ -83,27 +89,29 @@ def probe(
     num_valid: SupportsIndex | Tensor | None = None,
     name: str = "tensor",
     only_warn: bool = False,
+    asked_for: bool = False,
 ) -> RuntimeError | None:
     """Run a probe on its device; returns the error that its caller has to raise, so that no frame of ours is in it.
 
     `name` is what the public call names its tensor. `only_warn` reports through the deferred state, as mode `warn`.
+    `asked_for` says that an engine's own switch is on: where our mode is off, it counts as auto.
     Must be called by the public call itself: the site is its caller.
     """
     if is_compiling():
-        tracing.probe(predicate, tensor, arguments, message, where, num_valid, name, only_warn)
+        tracing.probe(predicate, tensor, arguments, message, where, num_valid, name, only_warn, asked_for)
         return None
     if innermost_transform() is not None:
         error: RuntimeError | None = transforms.below_transforms(
-            probe, predicate, tensor, arguments, message, where, num_valid, name, only_warn
+            probe, predicate, tensor, arguments, message, where, num_valid, name, only_warn, asked_for
         )
         return error
     if type(tensor) is not Tensor:
-        with_data = _with_data(tensor, name)
-        if with_data is None:
+        found = with_data(tensor, name)
+        if found is None:
             return None
-        tensor = with_data
+        tensor = found
     device = tensor.device
-    route = _routes.get(device) or route_of(device)
+    route = (_routes_asked_for if asked_for else _routes).get(device) or route_of(device, asked_for)
     if route.mechanism is None:
         return None
     if delivery.suspended_threads and threading.get_ident() in delivery.suspended_threads:
@@ -177,6 +185,7 @@ def _record(
         check, observed = observation.check, extremes(observation, state.ROWS, element_mask, row_mask)
     site, own_message = resolve(message)
     device_state = state.state_of(route.backend, device)
+    device_state.asked_for |= route.asked_for
     device_state.record(
         site,
         check,
@@ -205,7 +214,8 @@ def is_clean_at_a_glance(
     )
 
 
-def _with_data(tensor: object, name: str) -> Tensor | None:
+def with_data(tensor: object, name: str) -> Tensor | None:
+    """The plain tensor whose values count; None where there are none (meta, fake). TypeError for what is no tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
     return tensor if type(tensor) is torch.nn.Parameter else transforms.with_data(tensor)

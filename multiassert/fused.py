@@ -72,7 +72,7 @@ def available(backend: Backend, device: torch.device) -> bool:
 
 def is_chosen(backend: Backend, device: torch.device, kernels: str) -> bool:
     """Whether probes there take the fused kernel, by the setting of that name; ValueError where it cannot be had."""
-    if kernels == "torch":
+    if kernels in ("torch", "exact"):
         return False
     found = available(backend, device)
     if kernels == "triton" and backend.launches_triton and not found:
@@ -90,7 +90,7 @@ def _kernels() -> Any:
         from multiassert import fused_kernels
     except Exception as failure:  # a Triton that fails in its import is no reason to end an engine
         if not isinstance(failure, ModuleNotFoundError):
-            logging.getLogger("multiassert").warning("Triton cannot be imported, so probes do without it: %s", failure)
+            logging.getLogger(__name__).warning("Triton cannot be imported, so probes do without it: %s", failure)
         return None
     return fused_kernels
 
@@ -448,7 +448,7 @@ def _fires(
     except Exception as failure:  # whatever it is, torch can do the same work
         fires, reason = False, f"{type(failure).__name__}: {failure}"
     if not fires:
-        logging.getLogger("multiassert").warning(
+        logging.getLogger(__name__).warning(
             "Triton fails on %s, so probes there do without it: %s", launch.device, reason
         )
     _tried[key] = fires

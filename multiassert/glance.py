@@ -106,6 +106,10 @@ def _condition(cond: Tensor) -> bool:
     return known and cond.numel() == 1 and bool(cond)
 
 
+def _conditions(cond: Tensor) -> bool:
+    return cond.dtype is torch.bool and bool(cond.all())
+
+
 def _sum(tensor: Tensor, expected: object) -> bool:
     if tensor.dtype not in FLOATS and tensor.dtype not in INTEGERS:
         return False
@@ -120,8 +124,14 @@ _LOOKS: dict[Callable[..., Observation | None], Callable[..., bool]] = {
     predicates.page_misaligned: _pages,
     predicates.outside_closed_range: _range,
     predicates.condition: _condition,
+    predicates.conditions: _conditions,
     predicates.sum_differs: _sum,
 }
+
+
+def look_as(predicate: Callable[..., Observation | None], other: Callable[..., Observation | None]) -> None:
+    """Look at tensors for `predicate` as for `other`, which must not be content where `predicate` is not."""
+    _LOOKS[predicate] = _LOOKS[other]
 
 
 def _total(tensor: Tensor) -> float:

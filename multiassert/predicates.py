@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar
 import torch
 from torch import Tensor
 
+from multiassert import settings
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 Number = int | float
@@ -180,11 +182,11 @@ class Observation(NamedTuple):
 def nan(tensor: Tensor) -> Observation | None:
     """NaN anywhere; Inf is fine."""
     dtype = tensor.dtype
-    if _is_fp8(dtype):
+    values = tensor if _is_fp8(dtype) else _real_values(tensor)
+    if values is not None and (_is_fp8(dtype) or settings.exact):
         # fp8 has no reductions, but `!=` works on all five kinds and knows each kind's NaN (torch 2.13, run).
-        flags = tensor != tensor
+        flags = values != values
         return Observation(_flags_check(), flags, flags)
-    values = _real_values(tensor)
     return None if values is None else _both(_nan_check(float_plane(values.dtype)), values)
 
 
@@ -249,6 +251,12 @@ def outside_closed_range(tensor: Tensor, low: Number, high: Number) -> Observati
     if _is_integer(dtype):
         return _both(range_check(dtype, torch.int64, low, high), _integer_values(tensor))
     values = tensor.to(torch.float32) if _is_fp8(dtype) else tensor
+    if settings.exact:
+        floor, ceiling = _round_to(values.dtype, low), _round_to(values.dtype, high)
+        if (floor, ceiling) == (-math.inf, math.inf):
+            flags = values != values
+            return Observation(_no_number_check(low, high), flags, flags)
+        values = torch.where(values == values, values, -math.inf if ceiling == math.inf else math.inf)
     return _both(range_check(values.dtype, float_plane(values.dtype), low, high), values)
 
 
@@ -260,6 +268,11 @@ def condition(cond: Tensor) -> Observation:
     return Observation(_condition_check(), holds, holds)
 
 
+def conditions(cond: Tensor) -> Observation:
+    """Conditions, one for each element, of which any is false."""
+    return _both(_condition_check(), cond.to(torch.bool))
+
+
 def sum_differs(tensor: Tensor, expected: Number) -> Observation:
     """A tensor whose sum is not `expected`."""
     _require_real(tensor)
@@ -267,6 +280,8 @@ def sum_differs(tensor: Tensor, expected: Number) -> Observation:
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) or _is_fp8(tensor.dtype):
         tensor = tensor.to(torch.float32 if _is_fp8(tensor.dtype) else torch.int64)
     total = tensor.sum().reshape(1)
+    if settings.exact and total.dtype.is_floating_point:
+        total = torch.where(total == total, total, -math.inf if expected == math.inf else math.inf)
     plane = torch.int64 if not total.dtype.is_floating_point else float_plane(total.dtype)
     return _both(_sum_check(total.dtype, plane, expected), total)
 
@@ -389,6 +404,13 @@ def range_check(dtype: torch.dtype, plane: torch.dtype, low: Number, high: Numbe
         floor, ceiling = _round_to(dtype, low), _round_to(dtype, high)
     headlines = (f"value outside [{low}, {high}]:",) * 2
     return Check(plane, floor, ceiling, ("range", "range"), headlines, bounds, shift, prefers_lowest=prefers_lowest)
+
+
+@check_factory
+def _no_number_check(low: Number, high: Number) -> Check:
+    """The check for flags that say where a NaN is, which is the one thing outside a range of all numbers."""
+    headlines = (f"value outside [{low}, {high}]:",) * 2
+    return Check(torch.int64, None, 0, ("range",) * 2, headlines, (low, high), fixed_value=math.nan)
 
 
 @check_factory

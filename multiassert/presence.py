@@ -36,7 +36,7 @@ def missing_of(platform: str) -> str:
             return f"{package} is not installed"
         try:
             importlib.import_module(package)
-        except (ImportError, OSError, RuntimeError) as error:  # installed, but without the driver that it needs
+        except Exception as error:  # installed, but without the driver or the torch that it needs
             return f"{package} cannot be imported: {' '.join(str(error).split())[:200]}"
     if platform in ("cuda", "rocm") and bool(torch.version.hip) is not (platform == "rocm"):
         return f"this torch {torch.__version__} is not built for it"
@@ -44,7 +44,10 @@ def missing_of(platform: str) -> str:
     is_available: Callable[[], bool] | None = getattr(module, "is_available", None)
     if is_available is None:
         return f"this torch {torch.__version__} knows no torch.{device_type_of(platform)}"
-    return "" if is_available() else f"torch.{device_type_of(platform)} finds no device"
+    try:
+        return "" if is_available() else f"torch.{device_type_of(platform)} finds no device"
+    except Exception as error:  # one broken vendor package must not hide the other platforms
+        return f"torch.{device_type_of(platform)} cannot be asked: {' '.join(str(error).split())[:200]}"
 
 
 def device_of(platform: str) -> torch.device:

@@ -182,7 +182,7 @@ def sanitize_nan_logits(logits: Tensor | None, msg: Message | Site = "") -> None
     __tracebackhide__ = True
     if logits is None:
         return
-    most = _healed_logit(logits.dtype) if _heals_logits() else 0.0
+    most = healed_logit(logits.dtype) if _heals_logits() else 0.0
     if dispatch.is_clean_at_a_glance(predicates.inf, logits, (False,)):
         delivery.next_position()
         return  # its sum or its extremes are finite: no NaN to report either, and nothing to heal
@@ -191,12 +191,18 @@ def sanitize_nan_logits(logits: Tensor | None, msg: Message | Site = "") -> None
         if error is not None:
             raise error
     if most:
-        with torch.no_grad():
-            torch.nan_to_num_(logits, nan=-most, posinf=most, neginf=-most)
+        heal(logits, most)
+
+
+def heal(logits: Tensor, most: float) -> None:
+    """Bring NaN and Inf to within `most`, in place, on the device, no host wait."""
+    with torch.no_grad():
+        torch.nan_to_num_(logits, nan=-most, posinf=most, neginf=-most)
 
 
 @functools.cache
-def _healed_logit(dtype: torch.dtype) -> float:
+def healed_logit(dtype: torch.dtype) -> float:
+    """What becomes of an infinite logit; raises TypeError for a dtype that is none of logits."""
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise TypeError(f"logits must be floats of at least 16 bits, got {dtype}")
     return min(HEALED_LOGIT, torch.finfo(dtype).max / 4)

@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import enum
 import os
+import pathlib
+import re
 import sys
 import threading
 import warnings
@@ -39,8 +41,14 @@ GOOD_VALUES = "off (0, false), auto (1, true, on), warn (log), raise (strict), t
 KNOWN_PLATFORMS = ("cpu", "cuda", "rocm", "npu", "musa", "xpu", "mps")
 
 # Which kernels deferred probes are made of, where there is a choice.
-KERNELS = ("auto", "triton", "torch")
+KERNELS = ("auto", "triton", "torch", "exact")
 KERNELS_VARIABLE = "MULTIASSERT_KERNELS"
+
+# Where violations are written besides; multiassert.sinks reads it.
+JSONL_VARIABLE = "MULTIASSERT_JSONL"
+
+# They start like a platform's variable, and set no mode.
+OTHER_VARIABLES = (KERNELS_VARIABLE, JSONL_VARIABLE)
 
 # Variables that start like a platform's but are not one: they belong to the test suite.
 RESERVED_PREFIX = "MULTIASSERT_TEST_"
@@ -83,6 +91,12 @@ class Modes:
     def source(self, platform: str) -> str:
         return self.sources.get(platform, self.default_source)
 
+    def where_asked_for(self, platform: str) -> Mode:
+        """The mode of a probe that an engine's own switch has turned on: auto, unless our own names chose one."""
+        mode = self.of(platform)
+        is_ours = self.source(platform).startswith(("MULTIASSERT", "configure"))
+        return mode if is_ours and mode is not Mode.OFF else Mode.AUTO
+
     @property
     def any_on(self) -> bool:
         return self.default is not Mode.OFF or any(mode is not Mode.OFF for mode in self.by_platform.values())
@@ -105,10 +119,13 @@ def _default_from_sglang(environment: Mapping[str, str], arguments: list[str]) -
     name = "SGLANG_INVARIANT_CHECK"
     if name in environment:
         level = environment[name].strip().lower()
+        # SGLang itself takes the numbers (0.5.23, read).
         levels = {"off": Mode.OFF, "warn": Mode.WARN, "strict": Mode.RAISE}
-        if level not in levels:
-            raise ValueError(f"{name}={environment[name]!r} is no level. Good values: {', '.join(levels)}.")
-        return levels[level], name
+        numbers = dict(zip("012", levels.values(), strict=True))
+        if level not in {**levels, **numbers}:
+            good = ", ".join((*levels, *numbers))
+            raise ValueError(f"{name}={environment[name]!r} is no level. Good values: {good}.")
+        return {**levels, **numbers}[level], name
     retired = [old for old in RETIRED_VARIABLES if _truth(old, environment.get(old, ""))]
     retired += [RETIRED_FLAG] if RETIRED_FLAG in arguments else []
     if retired:
@@ -136,7 +153,7 @@ def read_environment(environment: Mapping[str, str], arguments: list[str]) -> Mo
         default, default_source = _default_from_sglang(environment, arguments)
     by_platform, sources = {}, {}
     for name, value in environment.items():
-        if not name.startswith("MULTIASSERT_") or name.startswith(RESERVED_PREFIX) or name == KERNELS_VARIABLE:
+        if not name.startswith("MULTIASSERT_") or name.startswith(RESERVED_PREFIX) or name in OTHER_VARIABLES:
             continue
         platform = name.removeprefix("MULTIASSERT_").lower()
         by_platform[platform] = parse_mode(value, name)
@@ -153,6 +170,8 @@ def read_environment(environment: Mapping[str, str], arguments: list[str]) -> Mo
 
 # True while any platform is on. Probes read it as `settings.active`, and so do the guards of compiled code.
 active: bool = False
+# Whether no reduction is trusted with a NaN (kernels="exact").
+exact: bool = False
 current: Modes = Modes()
 # The latest modes that were not all off. They decide for what compiled code saw and kept no mode with.
 last_on: Modes = Modes()
@@ -174,8 +193,9 @@ def apply(modes: Modes) -> None:
 
 
 def _set(modes: Modes) -> None:
-    global active, current, last_on
+    global active, current, exact, last_on
     current = modes
+    exact = modes.kernels == "exact"
     active = modes.any_on
     last_on = modes if active else last_on
 
@@ -221,9 +241,9 @@ def configure(
     `configure("raise")` sets every platform. `configure("raise", cuda="trap", npu="warn")` sets every platform, then
     the named ones. `configure(npu="warn")` changes that one and leaves the others. The change holds for the whole
     process, all threads. `kernels` is what deferred probes are made of where there is a choice (CUDA, ROCm): `triton`,
-    one launch a probe; `torch`, two or three; `auto`, Triton where it is found and was shown to fire. Raises ValueError
-    for a bad value, and for `trap` on a named platform where the assert would
-    be silent or would wait.
+    one launch a probe; `torch`, two or three; `auto`, Triton where it is found and was shown to fire; `exact`, torch's,
+    which compare each number themselves, for a device whose reductions lose NaN (`multiassert doctor` tells). Raises
+    ValueError for a bad value, and for `trap` on a named platform where the assert would be silent or would wait.
     """
     with lock:
         modes = _changed(current, mode, kernels, platforms)
@@ -255,6 +275,22 @@ def override(
 
 def read_process_environment() -> None:
     """Read the environment of this process (done once, at import) and put it in force."""
-    modes = read_environment(os.environ, sys.argv)
-    _refuse_silent_traps(modes)
+    try:
+        modes = read_environment(os.environ, sys.argv)
+        _refuse_silent_traps(modes)
+    except ValueError as error:
+        if _is_own_command():
+            print(f"multiassert: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        raise error.with_traceback(None) from None
     apply(modes)
+
+
+def _is_own_command() -> bool:
+    """Whether this process is our command line: while `python -m` looks for a package, it is all that argv says."""
+    if sys.argv[:1] == ["-m"]:
+        # As in `python -m multiassert`, `python -um multiassert`, `python -mmultiassert`.
+        options = [option for option in sys.orig_argv if re.fullmatch(rf"-[A-Za-z]*m({__package__})?", option)]
+        module = sys.orig_argv[sys.orig_argv.index(options[0]) + 1 :][:1] if options else []
+        return bool(options) and (options[0].endswith(str(__package__)) or module == [__package__])
+    return bool(sys.argv) and pathlib.Path(sys.argv[0]).stem == __package__

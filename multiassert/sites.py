@@ -39,7 +39,7 @@ class Site:
         return self  # a copied layer stands at the same place
 
     def __reduce__(self) -> tuple[Callable[..., Site], tuple[str, str, int, str]]:
-        return _register, (self.message, self.file, self.line, self.function)
+        return register, (self.message, self.file, self.line, self.function)
 
 
 def site(message: str) -> Site:
@@ -51,12 +51,14 @@ def site(message: str) -> Site:
     if not isinstance(message, str):
         raise TypeError(f"message must be a string, got {type(message).__name__}")
     frame = sys._getframe(1)
-    return _register(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return register(message, frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def _register(message: str, file: str, line: int, function: str) -> Site:
-    """Make a site that compiled code may meet."""
+def register(message: str, file: str, line: int, function: str, *, is_generated: bool = False) -> Site:
+    """Make a site that compiled code may meet; `is_generated` where nobody wrote a probe, as in a watched model."""
     made = Site(message, file, line, function)
+    if is_generated:
+        _generated.add(made)
     _made_beforehand[next(_numbers)] = made
     for prepare in _new_site_listeners:
         prepare(made)
@@ -65,6 +67,7 @@ def _register(message: str, file: str, line: int, function: str) -> Site:
 
 # By the order in which they were made, which is the order of layers, and so of causes.
 _made_beforehand: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+_generated: weakref.WeakSet[Site] = weakref.WeakSet()
 _numbers = itertools.count()
 _new_site_listeners: list[Callable[[Site], None]] = []
 
@@ -72,6 +75,11 @@ _new_site_listeners: list[Callable[[Site], None]] = []
 def all_made_beforehand() -> list[Site]:
     """The sites made by `site()` that are still in use."""
     return [site for _, site in sorted(_made_beforehand.items())]
+
+
+def is_generated(site: Site) -> bool:
+    """Whether it stands where nobody wrote a probe."""
+    return site in _generated
 
 
 def on_new_site(listener: Callable[[Site], None]) -> None:
@@ -96,11 +104,16 @@ _lock = threading.Lock()
 
 
 # Frames of these are not the caller's: our own calls, and torch's between compiled code and a probe outside the graph.
-_OUR_FILES = frozenset(
+_OUR_FILES = {
     os.path.join(os.path.dirname(__file__), name)
     for name in ("dispatch.py", "probes.py", "pytest_plugin.py", "speculative.py", "tracing.py", "transforms.py")
-)
+}
 _TORCH_FILES = os.path.dirname(torch.__file__) + os.sep
+
+
+def leave_out(*files: str) -> None:
+    """Frames of these files are not the caller's either: an engine's own probes that call ours."""
+    _OUR_FILES.update(files)
 
 
 def is_callers(file: str) -> bool:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -266,7 +265,8 @@ class DeviceState:
         self.device = device
         self.stream = stream
         self.calls_since_snapshot = 0
-        self.unsent_since = 0.0  # when the first of these calls was, by the monotonic clock
+        self.unsent_since = 0.0  # when the first of these calls had ended, by the monotonic clock
+        self.asked_for = False  # by an engine's own switch, so that our settings do not put its captured graphs to rest
         self._lock = threading.RLock()
         self._pages: list[Page] = []
         self._slots: dict[Key, Slot] = {}
@@ -318,8 +318,6 @@ class DeviceState:
                 if block == 1 or shape[0] >= seen.shape[0]:  # folded rows are cut at the number of rows
                     seen.shape = shape
                 seen.message = message
-            if not self.calls_since_snapshot:
-                self.unsent_since = time.monotonic()
             self.calls_since_snapshot += 1
             rows = observed.cells
             slot.page.rows_in_use = max(slot.page.rows_in_use, rows)

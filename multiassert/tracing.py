@@ -39,13 +39,16 @@ def probe(
     num_valid: SupportsIndex | Tensor | None,
     name: str,
     only_warn: bool,
+    asked_for: bool,
 ) -> None:
     """Trace a probe into the graph. Changes of the mode after compiling take effect, by a guard on the mode."""
     if torch.compiler.is_exporting():
         return  # an exported program has no process whose state it could update
-    platform = _platform_of(tensor.device.type)
+    platform = platform_of(tensor.device.type)
     needs_record = isinstance(message, Site) or only_warn
-    mechanism = _mechanism(platform, settings.current.of(platform), needs_record)
+    modes = settings.current
+    mode = modes.where_asked_for(platform) if asked_for else modes.of(platform)
+    mechanism = mechanism_of(platform, mode, needs_record)
     if mechanism == "off" or delivery.suspended_threads:
         return
     accepted = arguments.accept(tensor, given, where, num_valid, name)
@@ -60,7 +63,9 @@ def probe(
     # more rows than cells, all share one, and the record names none. The branch makes a guard of the comparison.
     rows_are_named = True if observation.for_ceiling.shape[0] <= state.ROWS else False  # noqa: SIM210
     observed = extremes(observation, state.ROWS if rows_are_named else 1, element_mask, row_mask)
-    lane = _lane(observation.check.name, tensor.device, tensor.dtype, tensor.ndim, rows_are_named, only_warn)
+    lane = lane_of(observation.check.name, tensor.device, tensor.dtype, tensor.ndim, rows_are_named, only_warn)
+    if asked_for:
+        _ask_for(tensor.device)
     if isinstance(message, Site):
         lower_cells, upper_cells = getattr(message, f"lower_cells_{lane}"), getattr(message, f"upper_cells_{lane}")
     else:
@@ -74,12 +79,12 @@ def probe(
 
 
 @at_trace_time
-def _platform_of(device_type: str) -> str:
+def platform_of(device_type: str) -> str:
     return backends.for_device_type(device_type).name
 
 
 @at_trace_time
-def _mechanism(platform: str, mode: Mode, needs_record: bool) -> str:
+def mechanism_of(platform: str, mode: Mode, needs_record: bool) -> str:
     """Off, native or deferred. There is no immediate look in a graph: on CPU, auto is the assert that raises there."""
     if mode is Mode.OFF or platform == "meta":
         return "off"
@@ -139,7 +144,7 @@ state.on_forget(_lanes.clear)
 
 
 @at_trace_time
-def _lane(
+def lane_of(
     check_name: str, device: torch.device, dtype: torch.dtype, ndim: int, rows_are_named: bool, only_warn: bool
 ) -> int:
     """Make the lane if it is new, give every Site its cells of it, and return its number."""
@@ -153,6 +158,11 @@ def _lane(
     for site in sites.all_made_beforehand():
         lane.give_cells(site)
     return number
+
+
+@at_trace_time
+def _ask_for(device: torch.device) -> None:
+    state.state_of(backends.for_device_type(device.type), device).asked_for = True
 
 
 def _give_cells_of_all_lanes(site: Site) -> None:

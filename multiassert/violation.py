@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,6 +14,10 @@ from multiassert.sites import Site
 # A line stays readable, and below the limit of most log collectors, with at most this many rows in it.
 ROWS_IN_LINE = 32
 VIOLATIONS_IN_ERROR = 16
+
+# Plain data holds more, but not so much that a line of JSON is no line any more.
+RUNS_IN_PLAIN_DATA = 256  # of rows, and as many names
+LONGEST_TEXT = 1000  # of a tag or a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,40 @@ class Violation:
         }
         return "multiassert violation " + " ".join(f"{key}={value}" for key, value in fields.items())
 
+    def to_dict(self) -> dict[str, object]:
+        """The record as plain data, always with all keys, for strict JSON: a NaN or an Inf is the text "nan" or "inf".
+
+        `rows` are pairs of a first and a last row, of at most RUNS_IN_PLAIN_DATA runs; `row_count` counts all rows. The
+        tag and the names of rows are text. Where a snapshot covers several steps, they are `first_step` to `step`.
+        """
+        runs = _runs(self.rows)
+        names = self.row_names
+        return {
+            "kind": self.kind,
+            "message": self.message,
+            "text": self.text,
+            "site": _place(self.site),
+            "platform": self.platform,
+            "device": str(self.device),
+            "rank": self.rank,
+            "node": self.node,
+            "first_step": self.step if isinstance(self.step, int) else self.step[0],
+            "step": self.last_step,
+            "tag": None if self.tag is None else _short(self.tag),
+            "order": self.order,
+            "sequence": self.sequence,
+            "position": self.position,
+            "rows": [[run.start, run.stop - 1] for run in runs[:RUNS_IN_PLAIN_DATA]],
+            "row_count": sum(map(len, runs)),
+            "row_names": None if names is None else [_short(name) for name in names[:RUNS_IN_PLAIN_DATA]],
+            "value": _plain_number(self.value),
+            "bound": _plain_number(self.bound),
+            "count": self.count,
+            "index": self.index,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": list(self.shape),
+        }
+
     @property
     def description(self) -> str:
         """The violation in a sentence for a person."""
@@ -96,6 +135,16 @@ class Violation:
         what = f"{_shape_text(self.shape)} {str(self.dtype).removeprefix('torch.')}"
         counted = "" if self.count is None else f" ({self.count} of them, the first at {self.index})"
         return f"{self.text}\n    value {self.value}{counted}{rows}{names} of {what}, on {where}\n    at {self.site}"
+
+
+def suppressed(site: Site | None, kind: str | None, count: int) -> dict[str, object]:
+    """What is told of violations that were only counted, as plain data; no site where they are of too many."""
+    message, place = (None, None) if site is None else (site.message, _place(site))
+    return {"count": count, "kind": kind, "message": message, "site": place}
+
+
+def _place(site: Site) -> dict[str, object]:
+    return {"file": site.file, "line": site.line, "function": site.function}
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:
@@ -114,14 +163,39 @@ def _row_list(rows: Sequence[int | range]) -> str:
     return (shown or "-") + (f",+{more}" if more > 0 else "")
 
 
+def _runs(rows: Sequence[int | range]) -> list[range]:
+    """The same rows, with neighbours in one range."""
+    runs: list[range] = []
+    for row in rows:
+        run = row if isinstance(row, range) else range(row, row + 1)
+        if runs and runs[-1].stop == run.start:
+            runs[-1] = range(runs[-1].start, run.stop)
+        else:
+            runs.append(run)
+    return runs
+
+
+def _plain_number(value: int | float | None) -> int | float | str | None:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(value: object) -> str:
+    try:
+        return str(value)[:LONGEST_TEXT]
+    except Exception as error:  # of the caller's own object
+        return f"(its text raised {type(error).__name__})"
+
+
 class AsyncAssertionError(AssertionError, RuntimeError):
     """Probes saw violations; `violations` lists them, the first cause first.
 
-    The process and the device stay usable. It is both an AssertionError and, as torch's own assert, a RuntimeError.
+    `left_out` counts those that came after so many others, before anybody looked, that they were not kept. The process
+    and the device stay usable. It is both an AssertionError and, as torch's own assert, a RuntimeError.
     """
 
-    def __init__(self, violations: Iterable[Violation]) -> None:
+    def __init__(self, violations: Iterable[Violation], left_out: int = 0) -> None:
         self.violations: tuple[Violation, ...] = tuple(violations)
+        self.left_out = left_out
         super().__init__(self.violations)
 
     def __str__(self) -> str:
@@ -129,6 +203,8 @@ class AsyncAssertionError(AssertionError, RuntimeError):
         more = len(self.violations) - len(shown)
         if more > 0:
             shown.append(f"and {more} more in .violations")
+        if self.left_out:
+            shown.append(f"and {self.left_out} that came later, and were not kept")
         if len(self.violations) > 1:
             shown.append(_certainty(self.violations))
         return "\n".join(shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -106,8 +107,8 @@ def test_the_route_of_a_device(device_type: str, mode: str, mechanism: Mechanism
 def test_a_route_found_while_the_modes_change_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     find, cpu = dispatch._find_route, torch.device("cpu")
 
-    def find_slowly(device: torch.device, modes: multiassert.settings.Modes) -> dispatch.Route:
-        route = find(device, modes)
+    def find_slowly(*arguments: Any) -> dispatch.Route:
+        route = find(*arguments)
         multiassert.configure("warn")  # as another thread may
         return route
 
@@ -183,3 +184,11 @@ def test_no_vendor_package_is_imported(run_child: ChildRun) -> None:
         MULTIASSERT="raise",
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_mps_has_one_stream_without_a_name() -> None:
+    """torch.mps has neither current_stream nor stream (torch 2.13, read), so the backend does without."""
+    backend = backends.named("mps")
+    assert backend.current_stream(torch.device("mps:0")) is None
+    with backend.on_stream(None):
+        pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import math
 import random
 import weakref
 from collections.abc import Callable
@@ -682,3 +683,56 @@ def test_nothing_of_the_probed_tensors_is_kept(device: torch.device) -> None:
         del tensor
         gc.collect()
         assert storage() is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A device whose reductions lose NaN.
+
+
+@pytest.fixture
+def reductions_lose_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a device on which the largest of some numbers and a NaN is one of the numbers."""
+    monkeypatch.setattr(torch, "maximum", torch.fmax)
+    monkeypatch.setattr(torch, "minimum", torch.fmin)
+    for name in ("amax", "amin", "aminmax"):
+        reduce = getattr(torch.Tensor, name)
+
+        def without_nan(values: torch.Tensor, *args: Any, reduce: Any = reduce, **kwargs: Any) -> Any:
+            values = values.nan_to_num(0.0, torch.inf, -torch.inf) if values.dtype.is_floating_point else values
+            return reduce(values, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, without_nan)
+
+
+@pytest.mark.usefixtures("reductions_lose_nan")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(("kernels", "sees_nan"), [("torch", False), ("exact", True)])
+def test_exact_kernels_trust_no_reduction_with_a_nan(
+    kernels: str, sees_nan: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    clean = torch.ones(3, 5).to(dtype)
+    rows = {}
+    with multiassert.override("warn", kernels=kernels):
+        for column in (0, 4):
+            bad = clean.clone()
+            bad[1, column] = math.nan
+            for tensor, name in ((clean, "clean"), (bad, "bad")):
+                on_device = tensor.to(device)
+                multiassert.maybe_detect_nan(on_device, name)
+                if not dtype.is_complex:
+                    multiassert.maybe_detect_in_closed_range(on_device, 0.0, 2.0, f"{name} range")
+                    multiassert.maybe_detect_in_closed_range(on_device, 0.0, math.inf, f"{name} half")
+                    multiassert.maybe_detect_in_closed_range(on_device, -math.inf, math.inf, f"{name} all")
+                    multiassert.maybe_detect_in_closed_range(on_device * 3, 0.0, 2.0, f"{name} three")
+                    multiassert.maybe_assert_sum(on_device, 15.0, f"{name} sum")
+                finish(device)
+            rows[column] = {v.message: (v.rows, v.value) for v in multiassert.drain()}
+    for found in rows.values():
+        assert (found.pop("bad", ((), 0))[0] == (1,)) is sees_nan
+        if not dtype.is_complex:
+            assert found.pop("clean three") == ((0, 1, 2), 3.0), "what is no NaN keeps its value"
+            found.pop("bad three")
+        if not dtype.is_complex:
+            assert (found.pop("bad sum", ((), 0))[0] == (0,)) is sees_nan
+        assert set(found) == ({"bad range", "bad half", "bad all"} if sees_nan and not dtype.is_complex else set())
+        assert all(each[0] == (1,) for each in found.values())

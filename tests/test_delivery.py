@@ -13,7 +13,7 @@ import torch
 
 import multiassert
 from conftest import ChildRun, finish, step_and_finish
-from multiassert import AsyncAssertionError, Violation, maybe_detect_nan, maybe_detect_oob
+from multiassert import AsyncAssertionError, Violation, delivery, maybe_detect_nan, maybe_detect_oob, simulate
 
 
 def clean(device: torch.device | None = None) -> torch.Tensor:
@@ -46,6 +46,32 @@ def test_a_record_says_what_where_and_when(device: torch.device, platform: str) 
     assert "maybe_detect_nan" in pathlib.Path(__file__).read_text().splitlines()[nan.site.line - 1]
     assert (high.kind, high.step, high.rows, high.value, high.bound) == ("high", 4, (2,), 900, 100)
     assert high.row_names == ("req-c",)
+
+
+def test_what_was_sent_within_a_step_has_the_names_that_the_step_got(
+    device: torch.device, simulator: simulate.Simulator
+) -> None:
+    with multiassert.override("warn"):
+        for step in range(delivery.STEPS_REMEMBERED + 2):
+            maybe_detect_nan(with_nan(1, device=device), "early")
+            assert multiassert.poll() == []  # sends it, and the device has not run yet
+            multiassert.step(tag=step, rows=[f"{step} a", f"{step} b"])
+            simulator.run_all()
+            (early,) = multiassert.poll()
+            assert (early.step, early.tag, early.row_names) == (step, step, (f"{step} b",))
+    assert len(delivery._delivery.stamps_of_steps) == delivery.STEPS_REMEMBERED
+
+
+def test_what_has_arrived_before_its_step_ends_has_the_names_too(
+    device: torch.device, simulator: simulate.Simulator
+) -> None:
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(1, device=device), "early")
+        delivery.send()
+        simulator.run_all()
+        multiassert.step(tag="s", rows=["a", "b"])
+        (early,) = multiassert.poll()
+    assert (early.tag, early.row_names) == ("s", ("b",))
 
 
 def test_two_sites_hit_in_one_step_come_in_program_order(device: torch.device) -> None:

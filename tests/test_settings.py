@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -242,3 +246,26 @@ def test_kernels_are_set_by_variable_and_at_run_time() -> None:
         read_environment({"MULTIASSERT_KERNELS": "cuda"}, [])
     with pytest.raises(ValueError, match="kernels='fast' names no kernels"):
         multiassert.configure(kernels="fast")
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["-m", "multiassert", "ci"], 2),
+        (["-um", "multiassert", "ci"], 2),
+        (["-mmultiassert", "ci"], 2),
+        (["-c", "import multiassert"], 1),
+        (["-m", "importing"], 1),
+    ],
+)
+def test_a_bad_value_is_a_line_on_our_command_line_and_an_error_elsewhere(
+    command: list[str], code: int, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "importing").mkdir()
+    (tmp_path / "importing" / "__init__.py").write_text("import multiassert")
+    path = os.pathsep.join([str(tmp_path), str(pathlib.Path(multiassert.__file__).parent.parent)])
+    environment = {**os.environ, "MULTIASSERT": "bogus", "PYTHONPATH": path}
+    run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == code
+    assert "MULTIASSERT='bogus' is no mode of multiassert. Good values: off" in run.stderr.splitlines()[-1]
+    assert (len(run.stderr.splitlines()) == 1) is (code == 2)
