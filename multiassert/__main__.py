@@ -1,4 +1,4 @@
-"""The command line: `python -m multiassert demo`, `audit` and what else there is."""
+"""The command line: `python -m multiassert doctor`, `audit` and what else there is."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the subcommand that `arguments` (by default those of the process) name; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m multiassert", description="Device-side checks that do not wait.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_doctor(commands)
     _add_demo(commands)
     _add_audit(commands)
     _add_ci(commands)
     chosen = parser.parse_args(arguments)
     return int(chosen.run(chosen))
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from multiassert import doctor
+
+    parser = commands.add_parser("doctor", help=doctor.HELP, description=f"{doctor.__doc__} {doctor.run.__doc__}")
+    doctor.add_arguments(parser)
+    parser.set_defaults(run=doctor.run)
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
