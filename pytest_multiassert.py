@@ -15,11 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     import torch
 
+    from multiassert.injection import Poison
     from multiassert.pytest_children import RunInChildProcess
     from multiassert.pytest_platforms import Platforms
     from multiassert.pytest_plugin import AsyncViolations, Watch
+
+    PoisonProbe = Callable[..., AbstractContextManager[Poison]]
 
 MARKER = "async_violations"
 
@@ -35,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what tests with the fixture multiassert_platform or multiassert_device run on, with commas between the "
         "names: cpu, cuda, rocm, npu, musa, xpu, mps. Where there is no real npu or musa it is simulated, one of the "
         "two in a process (default: PYTORCH_TESTING_DEVICE_ONLY_FOR, or else cpu)",
+    )
+    group.addoption(
+        "--multiassert-coverage",
+        nargs="?",
+        const="report",
+        choices=("report", "require"),
+        help="list at the end which probes were never seen to fire; with require the run fails if there is one",
     )
     group.addoption(
         "--multiassert-require",
@@ -56,13 +69,15 @@ def pytest_configure(config: pytest.Config) -> None:
         mode, source = config.getini("multiassert") or None, "the ini option multiassert"
     if mode is not None or _environment_asks():
         _turn_on(config, mode, source)
+    if config.getoption("multiassert_coverage"):
+        _watch(config)
     if config.getoption("multiassert_platform") or config.getoption("multiassert_require"):
         _platforms(config)
 
 
 def _environment_asks() -> bool:
     """Whether a variable sets the mode of a platform: all that start like one do, but for these."""
-    others = ("MULTIASSERT_TEST_", "MULTIASSERT_KERNELS")
+    others = ("MULTIASSERT_TEST_", "MULTIASSERT_KERNELS", "MULTIASSERT_JSONL")
     return any(
         name == "MULTIASSERT" or (name.startswith("MULTIASSERT_") and not name.startswith(others))
         for name in os.environ
@@ -136,6 +151,18 @@ def run_in_child_process() -> RunInChildProcess:
     from multiassert import pytest_children
 
     return pytest_children.run_in_child_process
+
+
+@pytest.fixture
+def poison_probe() -> PoisonProbe:
+    """Make a probe see a bad value where it stands, in a copy: `with poison_probe("verify: logits", row=2): ...`.
+
+    It is `multiassert.injection.poison`: what the probe reports then is a violation as any other, so the test expects
+    it. A probe that the scope did not come to is an error.
+    """
+    from multiassert import injection
+
+    return injection.poison
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import multiassert
-from multiassert import dispatch, pytest_platforms, settings, sites, transforms
+from multiassert import dispatch, injection, pytest_platforms, settings, sites, transforms
 from multiassert.pytest_children import ChildResult, LoggedViolation, logged_violations, run_in_child_process
 from multiassert.violation import AsyncAssertionError, Violation
 
@@ -94,6 +94,7 @@ class AsyncViolations:
     def __init__(self) -> None:
         self._expected: list[Expectation] = []
         self._seen: list[Violation] = []
+        self._known: set[int] = set()  # the ids of these
         self._untaken: list[Violation] = []  # that the test itself was neither given nor has caught
 
     def expect(self, *, kind: str | None = None, site: str | None = None, row: int | str | None = None) -> None:
@@ -107,8 +108,10 @@ class AsyncViolations:
         return found
 
     def _note(self, violations: Iterable[Violation]) -> None:
-        known = set(map(id, self._seen))
-        self._seen += [violation for violation in violations if id(violation) not in known]
+        for violation in violations:
+            if id(violation) not in self._known:  # a record that is kept in _seen keeps its id
+                self._known.add(id(violation))
+                self._seen.append(violation)
 
     def _is_expected(self, violation: Violation) -> bool:
         return any(expectation.is_met_by(violation) for expectation in self._expected)
@@ -153,6 +156,7 @@ class Tally:
     expected: int = 0
     outside: list[str] = dataclasses.field(default_factory=list)  # descriptions of violations of no test
     platforms: dict[str, str] = dataclasses.field(default_factory=dict)
+    fired: dict[str, int] = dataclasses.field(default_factory=dict)  # violations of each probe, with coverage only
 
     def as_plain_data(self) -> dict[str, Any]:
         """For the way from a worker, which takes nothing but plain types."""
@@ -165,6 +169,12 @@ class Tally:
         self.expected += other["expected"]
         self.outside += other["outside"]
         self.platforms |= other["platforms"]
+        for probe, violations in other["fired"].items():
+            self.fired[probe] = self.fired.get(probe, 0) + violations
+
+    @property
+    def never_fired(self) -> list[str]:
+        return sorted(probe for probe, violations in self.fired.items() if not violations)
 
     def __str__(self) -> str:
         expected = f", {self.expected} of them expected" if self.expected else ""
@@ -242,6 +252,9 @@ class Watch:
         self._tests: dict[pytest.Item, _Test] = {}
         counting = contextlib.ExitStack()
         counting.enter_context(counted(self._tally))
+        self._coverage: injection.Coverage | None = None
+        if config.getoption("multiassert_coverage"):
+            self._coverage = counting.enter_context(injection.coverage())
         config.add_cleanup(counting.close)
 
     def violations_of(self, item: pytest.Item) -> AsyncViolations:
@@ -345,10 +358,19 @@ class Watch:
             self._tally.outside.append(str(failure))
         if pytest_platforms.PLATFORMS in self._config.stash:
             self._tally.platforms |= self._config.stash[pytest_platforms.PLATFORMS].found
+        if self._coverage is not None:
+            fired = {str(each): each.violations for each in self._coverage.sites}
+            self._tally.add({**Tally().as_plain_data(), "fired": fired})
+        is_covered = bool(self._tally.fired) and not self._tally.never_fired
+        must_fail = self._tally.outside or (self._requires_coverage and not is_covered)
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[HEADING] = self._tally.as_plain_data()
-        elif self._tally.outside and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        elif must_fail and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @property
+    def _requires_coverage(self) -> bool:
+        return bool(self._config.getoption("multiassert_coverage") == "require")
 
     def add_worker(self, told: dict[str, Any]) -> None:
         """Add what a worker of pytest-xdist has counted."""
@@ -364,6 +386,14 @@ class Watch:
             terminalreporter.section(f"{HEADING}: violations outside of any test", red=True)
             for description in self._tally.outside:
                 terminalreporter.line(description)
+        never_fired = self._tally.never_fired
+        if self._config.getoption("multiassert_coverage") and not self._tally.fired:
+            terminalreporter.line(f"{HEADING}: no probe was called, so none was seen to fire: are they on?", red=True)
+        if never_fired:
+            title = f"{HEADING}: {len(never_fired)} of {_number(len(self._tally.fired), 'probe')} never seen to fire"
+            terminalreporter.section(title, red=self._requires_coverage)
+            for probe in never_fired:
+                terminalreporter.line(probe)
         if self.watches_all or self._tally.probes or self._tally.platforms:
             terminalreporter.line(f"{HEADING}: {self._tally}")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import multiassert
-from multiassert import maybe_detect_nan, maybe_detect_oob
+from multiassert import maybe_detect_nan, maybe_detect_oob, sites
 from multiassert.pytest_children import logged_violations, run_in_child_process
 from multiassert.pytest_platforms import names_of_environment
 from multiassert.pytest_plugin import Tally, counted
@@ -372,13 +372,14 @@ def test_the_example_and_its_summary_over_workers(run_pytest: RunPytest) -> None
         "test_the_next_one": "passed",
         "test_a_fault_is_seen": "passed",
         "test_a_platform[cpu]": "passed",
+        "test_the_probe_before_the_embedding_fires": "passed",
         "test_it_answers": "passed",
         "test_the_log_names_the_row": "passed",
     }, run.output
     assert run.code == 1
-    summary = "multiassert: 5 probes run at 2 sites, 2 violations, 1 of them expected; cpu: real\n"
+    summary = "multiassert: 6 probes run at 2 sites, 3 violations, 2 of them expected; cpu: real\n"
     assert run.output.count(summary) == 1
-    assert "1 failed, 5 passed" in (EXAMPLE / "README.md").read_text()
+    assert "1 failed, 6 passed" in (EXAMPLE / "README.md").read_text()
 
 
 PLATFORMS_AND_CHILDREN = """
@@ -512,6 +513,64 @@ def test_a_violation_outside_of_any_test_fails_the_run_and_no_test(pytester: pyt
     assert "MULTIASSERT" not in os.environ
     assert not multiassert.settings.active
     assert multiassert.dispatch.probe is probe
+
+
+COVERED = """
+import pytest, torch
+from multiassert import maybe_detect_nan, maybe_detect_oob
+
+def run():
+    maybe_detect_nan(torch.zeros(2), "logits")
+    maybe_detect_oob(torch.zeros(2, dtype=torch.int64), 0, 5, "ids")
+
+@pytest.mark.async_violations(kind="nan", row=1)
+def test_logits(poison_probe):
+    with poison_probe("logits", row=1):
+        run()
+
+@pytest.mark.async_violations
+def test_ids(poison_probe):
+    with poison_probe({ids!r}):
+        run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "ids", "code", "lists"),
+    [
+        ("--multiassert-coverage", "logits", pytest.ExitCode.OK, True),
+        ("--multiassert-coverage=require", "logits", pytest.ExitCode.TESTS_FAILED, True),
+        ("--multiassert-coverage=require", "ids", pytest.ExitCode.OK, False),
+        ("--multiassert=raise", "logits", pytest.ExitCode.OK, False),
+    ],
+)
+def test_coverage_lists_the_probes_that_no_test_has_seen_fire(
+    option: str,
+    ids: str,
+    code: pytest.ExitCode,
+    lists: bool,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sites, "_made_beforehand", {})  # those of other tests in this process
+    pytester.makepyfile(COVERED.format(ids=ids))
+    run = pytester.runpytest_inprocess("-p", "pytest_multiassert", "-p", "no:xdist", option)
+    run.assert_outcomes(passed=2)
+    assert run.ret == code
+    mine = [line for line in run.outlines if line.startswith("ids (bounds) at ") and line.endswith(" in run")]
+    assert bool(mine) is lists
+    assert not any(line.startswith("logits (") for line in run.outlines)
+
+
+def test_coverage_is_not_there_where_no_probe_was_called(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sites, "_made_beforehand", {})
+    pytester.makepyfile(COVERED.format(ids="ids").partition("@pytest")[0] + "\ndef test_run():\n    run()\n")
+    run = pytester.runpytest_inprocess("-p", "pytest_multiassert", "-p", "no:xdist", "--multiassert-coverage=require")
+    run.assert_outcomes(passed=1)
+    assert run.ret == pytest.ExitCode.TESTS_FAILED
+    run.stdout.fnmatch_lines(["multiassert: no probe was called, so none was seen to fire: are they on?"])
 
 
 def test_log_lines_are_read_as_they_were_written(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,9 @@
-"""Tests of code that has probes in it: one that fails, two that pass, one that is about a violation."""
+"""Tests of code that has probes in it: one that fails, two that pass, two that are about a violation."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -34,3 +37,10 @@ def test_a_platform(multiassert_device: torch.device) -> None:
     """Passes: runs on each of --multiassert-platform, on the CPU by default."""
     tokens = torch.tensor([3, 1], device=multiassert_device)
     assert sample(embed(tokens)).tolist() == [3, 1]
+
+
+@pytest.mark.async_violations(kind="high", site="token ids", row=1)
+def test_the_probe_before_the_embedding_fires(poison_probe: Callable[..., AbstractContextManager[object]]) -> None:
+    """Passes: the probe sees a bad value, in a copy; the engine's own tokens are fine."""
+    with poison_probe("token ids", row=1):
+        assert embed(torch.tensor([3, 1])).argmax(-1).tolist() == [3, 1]
