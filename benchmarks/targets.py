@@ -61,6 +61,7 @@ TARGETS = [
     Target("decode: probes that are off cost nothing", "decode", "off / no probes", 1.05),
     Target("decode: cheaper than SGLang's probes, in auto", "decode", "auto / SGLang", 1.0),
     Target("decode: cheaper than SGLang's probes, deferred", "decode", "deferred / SGLang", 1.0),
+    Target("watched: no host waits", "watch counts", "waits added", 0.0),
 ]
 
 
