@@ -98,10 +98,12 @@ def write_markdown(
     environment: Mapping[str, str],
     command: str,
     plots: Mapping[str, str],
+    title: str = "Benchmarks",
+    notes: str = LEFT_OUT,
 ) -> None:
     """The whole report; `plots` are images by what they show, as the page names them."""
     lines = [
-        "# Benchmarks",
+        f"# {title}",
         "",
         f"Written by `{command}`; do not edit. Values are medians with their quartiles, over rounds in which everyone "
         "who is compared was timed once, in random order. Times are of this machine; the ratios are what counts.",
@@ -113,7 +115,7 @@ def write_markdown(
     ]
     for name, file in plots.items():
         lines += [f"![{name}]({file})", ""]
-    lines += [LEFT_OUT, ""]
+    lines += [notes, ""] if notes else []
     for table in tables:
         lines += [f"## {table.title}", "", table.explanation, ""]
         rows = [[f"**{text}, missed**" if missed else text for text, missed in cells(table, row)] for row in table.rows]

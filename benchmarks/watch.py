@@ -170,7 +170,7 @@ def main() -> None:
     report.show(tables)
     if given.markdown:
         command = " ".join(["python -m benchmarks.watch", *sys.argv[1:]])
-        report.write_markdown(given.markdown, tables, environment.describe(), command, {})
+        report.write_markdown(given.markdown, tables, environment.describe(), command, {}, "What watch costs", "")
 
 
 if __name__ == "__main__":

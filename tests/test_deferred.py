@@ -692,8 +692,13 @@ def test_nothing_of_the_probed_tensors_is_kept(device: torch.device) -> None:
 @pytest.fixture
 def reductions_lose_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a device on which the largest of some numbers and a NaN is one of the numbers."""
-    monkeypatch.setattr(torch, "maximum", torch.fmax)
-    monkeypatch.setattr(torch, "minimum", torch.fmin)
+    for name in ("maximum", "minimum"):
+        merge = getattr(torch, name)
+
+        def keeping_numbers(cells: torch.Tensor, new: torch.Tensor, *, out: torch.Tensor, merge: Any = merge) -> Any:
+            return out.copy_(torch.where(new == new, merge(cells, new), cells))
+
+        monkeypatch.setattr(torch, name, keeping_numbers)
     for name in ("amax", "amin", "aminmax"):
         reduce = getattr(torch.Tensor, name)
 

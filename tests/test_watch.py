@@ -661,6 +661,10 @@ def is_well(model: Any, watch: multiassert.Watch, device: torch.device) -> None:
     assert found[0].message.startswith("layers.2" if watch.looks_at_operators else "functional code in layers.2")
 
 
+def _open_modules(watch: multiassert.Watch) -> list[str]:
+    return [frame.hooks.path for run in watch.runs.values() for frame in run.stack]
+
+
 def off(hidden: Tensor) -> Tensor:
     multiassert.configure("off")
     return hidden
@@ -724,8 +728,11 @@ def test_the_model_goes_on_after_an_exception(
     else:
         model.fails.between = fail
     with multiassert.override("warn"), multiassert.watch(model, ops=ops) as watch:
+        stacks = []
+        model.layers[1].between = lambda hidden: [hidden, stacks.append(_open_modules(watch))][0]
         model.layers[1].at_end = bad_at(2)
         model(ids_on(device))
+        assert stacks == [["", "layers.1"]]
         assert ["layers.1" in v.message for v in seen(device)] == [True]
         model.layers[1].at_end = healthy
         is_well(model, watch, device)
@@ -775,6 +782,9 @@ def test_removed_in_a_call(how: str, ops: bool, device: torch.device) -> None:
         with contextlib.suppress(KeyboardInterrupt, AsyncAssertionError):
             model(ids)
             seen(device)
+        if how != "after an interrupt":
+            assert watch.runs == {}
+            assert _get_current_dispatch_mode_stack() == []
     assert watch.is_removed
     assert watch.runs == {}
     assert _get_current_dispatch_mode_stack() == []
@@ -865,12 +875,12 @@ def test_calls_on_two_threads_hide_nothing_of_each_other(device: torch.device) -
         model(ids)
 
     def meet(*_: object) -> None:
-        if threading.active_count() > before:
+        if are_two:
             barrier.wait(60)
 
     model.embedding.register_forward_hook(meet)
     model.head.register_forward_hook(meet)
-    before = threading.active_count() + 1
+    are_two = [True]
     with multiassert.override("warn"), multiassert.watch(model) as watch:
         for _ in range(2):
             threads = [threading.Thread(target=call, args=(layer,)) for layer in (0, 2)]
@@ -882,6 +892,7 @@ def test_calls_on_two_threads_hide_nothing_of_each_other(device: torch.device) -
                 f"functional code in layers.{layer} before layers.{layer}.up" for layer in (0, 2)
             ]
         assert watch.runs == {}
+        are_two.clear()
         call(1)
         assert [v.message for v in seen(device)] == ["functional code in layers.1 before layers.1.up"]
 
@@ -1068,7 +1079,6 @@ def test_the_models_own_probes_are_no_operators_of_it(device: torch.device) -> N
 
 def test_a_constant_hides_no_fault(device: torch.device) -> None:
     model = make(device)
-    model.layers[0].between = HARMLESS["a constant of -inf on the device"]
     for fault, operator in (
         (lambda h: h * torch.tensor(math.nan, device=h.device), "aten.lift_fresh"),
         (lambda h: (h.abs() + 1) * 3e36 * torch.tensor(-1e3, device=h.device), "aten.mul"),
