@@ -44,6 +44,8 @@ LARGE_FLOAT_LOGITS = {
 BOUNDS = {"probe": ["out of bounds"]}
 PAGES = {"probe": ["page aligned, 64", "page aligned, 48"]}
 
+WATCHED = {"watch": ["off", "on", "on, with a padding mask", "ops"]}
+
 TARGETS = [
     Target("off: at most 1/20 of SGLang's", "off", "off / SGLang off", 0.05),
     Target("NaN in large logits: at most 1/5 of SGLang's", "probes", "auto / SGLang", 0.2, LARGE_FLOAT_LOGITS),
@@ -61,7 +63,7 @@ TARGETS = [
     Target("decode: probes that are off cost nothing", "decode", "off / no probes", 1.05),
     Target("decode: cheaper than SGLang's probes, in auto", "decode", "auto / SGLang", 1.0),
     Target("decode: cheaper than SGLang's probes, deferred", "decode", "deferred / SGLang", 1.0),
-    Target("watched: no host waits", "watch counts", "waits added", 0.0),
+    Target("watched: no host waits", "watch counts", "waits added", 0.0, WATCHED),
 ]
 
 
