@@ -206,7 +206,7 @@ class PollsWithinSteps(FaultyEngine):
         return super().sample(batch, logits)
 
 
-def test_a_record_that_was_sent_within_its_step(subject: Subject, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_sent_within_its_step(subject: Subject, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "FaultyEngine", PollsWithinSteps)
     served = serve(subject, faults.nan_in_kv_page(VICTIM))
     error = served.requests[VICTIM].error
