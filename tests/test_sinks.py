@@ -980,3 +980,21 @@ def test_a_sink_may_be_opened_by_a_callback_while_another_thread_opens_one(
     finally:
         remove()
     assert called.is_set()
+
+
+def test_a_line_that_another_process_is_writing_is_not_taken_for_half_a_line(
+    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text('{"event": "of another process", ')
+
+    def written_to_its_end(seconds: float) -> None:
+        with path.open("a") as file:
+            file.write('"rest": 1}\n')
+
+    monkeypatch.setattr(jsonlines.time, "sleep", written_to_its_end)
+    sink = jsonlines.write_to(path)
+    with multiassert.override("warn"):
+        multiassert.maybe_detect_nan(with_nan(1), "bad")
+        multiassert.drain()
+    sink.close()
+    assert [line["event"] for line in lines_of(path)] == ["of another process", "violation"]

@@ -23,6 +23,7 @@ import re
 import stat
 import sys
 import threading
+import time
 from typing import Any, Protocol, TextIO
 
 from multiassert import delivery, ranks
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 PER_SITE, SECONDS = 2, 1.0  # so many violations of a site and a kind are written in so many seconds
 MAX_BYTES = 64 * 2**20
 NAMES = ("rank", "pid")  # that a path may have in braces
+LOOKS_AT_THE_END, SECONDS_BETWEEN_LOOKS = 10, 0.002
 LOOKS_FOR_THE_FILE = 3  # other processes may move it away in between
 
 
@@ -157,8 +159,8 @@ class JsonLines(delivery.Observer):
 
 
 def _line(event: str, fields: dict[str, Any]) -> str:
-    time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-    return json.dumps({"event": event, "time": time, "pid": os.getpid(), **fields}, allow_nan=False) + "\n"
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+    return json.dumps({"event": event, "time": now, "pid": os.getpid(), **fields}, allow_nan=False) + "\n"
 
 
 _open: dict[str, JsonLines] = {}
@@ -280,12 +282,17 @@ class _Path:
         mine = os.fstat(descriptor)
         if not stat.S_ISREG(mine.st_mode) or not mine.st_size:
             return False
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(-1, os.SEEK_END)
-                return file.read(1) != b"\n"
-        except OSError:  # it may be written only
-            return False
+        # A line that another process is writing right now may be seen in part, too: that one is whole a moment later.
+        for _ in range(LOOKS_AT_THE_END):
+            try:
+                with open(self._path, "rb") as file:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) == b"\n":
+                        return False
+            except OSError:  # it may be written only
+                return False
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        return True
 
     def _is_moved(self, descriptor: int) -> bool:
         """Whether the open file is at its path no more: another process has moved it, or logrotate has."""
