@@ -985,6 +985,7 @@ def test_a_sink_may_be_opened_by_a_callback_while_another_thread_opens_one(
 def test_a_line_that_another_process_is_writing_is_not_taken_for_half_a_line(
     path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path.parent.mkdir(parents=True)
     path.write_text('{"event": "of another process", ')
 
     def written_to_its_end(seconds: float) -> None:
