@@ -22,8 +22,8 @@ PLATFORMS = tuple(alive_page.COLUMNS)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What takes long and says nothing new there, since it is about what is above the device: another platform runs it.
 LEFT_OUT = {
-    "musa": ("--ignore=tests/test_ranks.py",),
-    "generic": tuple(f"--ignore=tests/test_{name}.py" for name in ("example_engine", "ranks", "sinks", "watch")),
+    "musa": (),
+    "generic": tuple(f"--ignore=tests/test_{name}.py" for name in ("example_engine", "sinks", "watch")),
 }
 NOT_TWICE = "--deselect=tests/test_simulate.py::test_these_tests_pass_without_the_compiled_half"
 COUNTS = ("tests", "failures", "errors", "skipped")
