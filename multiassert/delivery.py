@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -284,14 +285,7 @@ def on_violation(callback: Callable[[Violation], object]) -> Callable[[], None]:
     """
     if not callable(callback):
         raise TypeError(f"callback must be callable, got {type(callback).__name__}")
-    with _delivery.lock:
-        _delivery.callbacks.append(callback)
-
-    def remove() -> None:
-        with _delivery.lock, contextlib.suppress(ValueError):
-            _delivery.callbacks.remove(callback)
-
-    return remove
+    return _added(callback, lambda: _delivery.callbacks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,12 +299,20 @@ def locked() -> contextlib.AbstractContextManager[object]:
 
 def observe(observer: Observer) -> Callable[[], None]:
     """Tell `observer` of steps, snapshots and the end of the process; returns a function that ends it."""
+    return _added(observer, lambda: _delivery.observers)
+
+
+Item = TypeVar("Item")
+
+
+def _added(item: Item, to_list: Callable[[], list[Item]]) -> Callable[[], None]:
+    """Add to a list of the delivery that is in force; returns a function that takes it off again."""
     with _delivery.lock:
-        _delivery.observers.append(observer)
+        to_list().append(item)
 
     def remove() -> None:
         with _delivery.lock, contextlib.suppress(ValueError):
-            _delivery.observers.remove(observer)
+            to_list().remove(item)
 
     return remove
 

@@ -49,18 +49,14 @@ from torch import Tensor
 import multiassert
 from multiassert import AsyncAssertionError, Violation, backends, delivery, simulate, state
 from multiassert.backends import Mechanism, NativeAssert
+from multiassert.doctor import machine as examined
+from multiassert.doctor.machine import LONG_WORK_SECONDS, NotHere
+from multiassert.presence import VENDOR_PACKAGES
 
 PLATFORMS = ("cuda", "rocm", "npu", "musa", "xpu", "generic", "cpu")
-VENDOR_PACKAGES = {"npu": "torch_npu", "musa": "torch_musa"}
-GRAPH_CLASSES = ("CUDAGraph", "NPUGraph", "MUSAGraph", "XPUGraph")
 BUDGET_SECONDS = 230.0
 PROCESS_SECONDS = 90.0  # of a process that a check starts
-LONG_WORK_SECONDS = 0.4
 spawn = multiprocessing.get_context("spawn")  # no accelerator can be used on from a forked child
-
-
-class NotHere(Exception):
-    """A check cannot be run on this machine; the text is the reason."""
 
 
 class Wrong(Exception):
@@ -77,55 +73,8 @@ def expect(what: str, seen: object, wanted: object) -> None:
 # The machine, and what the checks do with it.
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
+class Machine(examined.Machine):
     """The device under test."""
-
-    platform: str
-    device: torch.device
-    simulator: simulate.Simulator | None
-
-    @property
-    def module(self) -> Any:
-        """torch.cuda, torch.npu and so on."""
-        return torch.get_device_module(self.device)
-
-    def need(self, *names: str) -> None:
-        """Raise NotHere on the CPU, and where the device's module lacks one of the names."""
-        if self.device.type == "cpu":
-            raise NotHere("a CPU has done its work when a call returns: it has no streams and no graphs")
-        missing = [name for name in names if not hasattr(self.module, name)]
-        if missing:
-            raise NotHere(f"torch.{self.device.type} has no {', '.join(missing)}")
-
-    def finish(self) -> None:
-        """Let the device do all its work."""
-        if self.simulator is not None:
-            self.simulator.run_all()
-        elif self.device.type != "cpu":
-            self.module.synchronize()
-
-    def rows(self, value: float = 0.0, row: int = 2, count: int = 4) -> Tensor:
-        """Zeros, 8 in a row, with one value in one row; they are there when this returns."""
-        tensor = torch.zeros(count, 8)
-        tensor[row, 5] = value
-        tensor = tensor.to(self.device)
-        self.finish()
-        return tensor
-
-    def reports(self) -> list[Violation]:
-        """End a step, let the device finish, and look without waiting."""
-        multiassert.step()
-        self.finish()
-        return multiassert.poll()
-
-    def new_graph(self) -> Any:
-        """An empty graph of the device's own class."""
-        self.need("graph")
-        found = next((name for name in GRAPH_CLASSES if hasattr(self.module, name)), None)
-        if found is None:
-            raise NotHere(f"torch.{self.device.type} has none of {', '.join(GRAPH_CLASSES)}")
-        return getattr(self.module, found)()
 
     @contextlib.contextmanager
     def host_waits_forbidden(self) -> Iterator[None]:
@@ -143,27 +92,6 @@ class Machine:
             yield
         finally:
             self.module.set_sync_debug_mode("default")
-
-    def start_long_work(self) -> Any:
-        """Keep the current stream busy for LONG_WORK_SECONDS (simulated time stands still); the event of its end."""
-        self.need("Event")
-        if self.simulator is None:
-            self.need("_sleep")
-            self.module._sleep(int(LONG_WORK_SECONDS * _cycles_per_second(self.module)))
-        event = self.module.Event()
-        event.record()
-        return event
-
-
-@functools.cache
-def _cycles_per_second(module: Any) -> float:
-    cycles = 200_000_000
-    for count in (cycles // 10, cycles):  # at first an idle device's clock is slow
-        module.synchronize()
-        began = time.monotonic()
-        module._sleep(count)
-        module.synchronize()
-    return cycles / (time.monotonic() - began)
 
 
 @functools.cache

@@ -609,3 +609,28 @@ def test_the_users_traceback_ends_in_the_public_call() -> None:
         "test_the_users_traceback_ends_in_the_public_call",
         "maybe_detect_nan",
     ]
+
+
+def test_a_first_probe_that_takes_long_is_no_reason_to_send(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call on a device may load and compile; what it saw is sent with its step, which has names."""
+    now = 0.0
+    record = delivery.DeviceState.record
+
+    def record_slowly(*arguments: object, **named: object) -> None:
+        nonlocal now
+        record(*arguments, **named)  # type: ignore[arg-type]
+        now += 5
+
+    monkeypatch.setattr(delivery, "SECONDS_BETWEEN_SNAPSHOTS", 0.1)
+    monkeypatch.setattr(delivery.time, "monotonic", lambda: now)
+    monkeypatch.setattr(delivery.DeviceState, "record", record_slowly)
+    sent: list[object] = []
+    monkeypatch.setattr(delivery, "_send_all", sent.append)
+    with multiassert.override("warn"):
+        maybe_detect_nan(with_nan(1, device=device), "first")
+        assert sent == []
+        maybe_detect_nan(with_nan(1, device=device), "second")
+        assert len(sent) == 1
+    delivery.start_anew()

@@ -369,6 +369,27 @@ def test_a_dtype_that_the_device_cannot_reduce_is_left_out(monkeypatch: pytest.M
     assert found == {"asked": ["float32", "float16", "bfloat16"], "lost": []}
 
 
+@pytest.mark.parametrize(
+    ("outlasts_the_kernel", "waits", "asked"), [([False], 0, 1), ([True, False], 0, 2), ([True, True], 1, 2)]
+)
+def test_a_wait_is_only_told_when_it_is_seen_twice(outlasts_the_kernel: list[bool], waits: int, asked: int) -> None:
+    answers, calls = iter(outlasts_the_kernel), []
+
+    class Busy:
+        simulator = None
+
+        def finish(self) -> None: ...
+
+        def start_long_work(self) -> Busy:
+            return self
+
+        def query(self) -> bool:
+            return next(answers)
+
+    seen = diagnosis.examinations._waits_in(Busy(), lambda: calls.append(1))  # type: ignore[arg-type]
+    assert (seen["waits"], len(calls)) == (waits, asked)
+
+
 def test_a_broken_vendor_package_hides_no_other_platform(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

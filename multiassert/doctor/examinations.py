@@ -74,15 +74,7 @@ def native_call(platform: str, simulated: bool, tell: Tell) -> None:
     tell("waits", _or_not_here(lambda: _waits_in(machine, lambda: torch._assert_async(yes, MESSAGE))))
     machine.finish()
     tell("passes when true", True)
-    try:
-        torch._assert_async(no, MESSAGE)
-        tell("returned", True)
-        machine.finish()
-        tell("survived", True)
-    except Exception as error:
-        tell("raised", f"{type(error).__name__}: {_first_line(error)}")
-        tell("message", MESSAGE in str(error))
-    os._exit(0)
+    _must_not_survive(machine, lambda: torch._assert_async(no, MESSAGE), tell)
 
 
 def _has_kernel(device_type: str) -> bool:
@@ -147,6 +139,7 @@ def native_compiled(platform: str, simulated: bool, tell: Tell) -> None:
 
 
 def _must_not_survive(machine: Machine, call: Callable[[], object], tell: Tell) -> None:
+    """What comes of a call whose condition does not hold; ends the process, whose device may be lost."""
     try:
         call()
         tell("returned", True)
@@ -282,21 +275,14 @@ def _kinds(machine: Machine) -> dict[str, str]:
     cases, seen = _every_kind(machine), dict[str, str]()
     for name, probe, clean, bad, wanted in cases:
         probe(clean, name)
-        early = [_record(violation) for violation in _reports(machine)]
+        early = [_record(violation) for violation in machine.reports()]
         probe(bad, name)
-        late = [_record(violation) for violation in _reports(machine)]
+        late = [_record(violation) for violation in machine.reports()]
         found = [{key: record[key] for key in wanted} for record in late]
         seen[name] = f"a clean tensor was reported: {early}" if early else ""
         if not early and found != [wanted]:
             seen[name] = f"saw {found}, expected {[wanted]}"
     return seen
-
-
-def _reports(machine: Machine) -> list[Violation]:
-    """End a step, let the device finish, and look without waiting."""
-    multiassert.step()
-    machine.finish()
-    return multiassert.poll()
 
 
 def _deferred_waits(machine: Machine) -> dict[str, Any]:
@@ -327,7 +313,7 @@ def _replays(machine: Machine) -> list[list[int]]:
         for number in range(4):
             static[1] = math.nan if number == 2 else 0
             graph.replay()
-            found.append([row for violation in _reports(machine) for row in _record(violation)["rows"]])
+            found.append([row for violation in machine.reports() for row in _record(violation)["rows"]])
     return found
 
 

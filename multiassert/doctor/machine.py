@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multiassert import presence, simulate
+import multiassert
+from multiassert import Violation, presence, simulate
 
 LONG_WORK_SECONDS = 0.4
 GRAPH_CLASSES = ("CUDAGraph", "NPUGraph", "MUSAGraph", "XPUGraph")
@@ -43,8 +45,9 @@ class Machine:
     def finish(self) -> None:
         """Let the device do all its work; a failure of it is raised here."""
         if self.simulator is not None:
-            self.simulator.run_all()
-        if self.device.type != "cpu":
+            self.simulator.run_all()  # time passes, and no host wait is counted
+            self.simulator.raise_fault()
+        elif self.device.type != "cpu":
             self.module.synchronize()
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -53,11 +56,17 @@ class Machine:
         self.finish()
         return moved
 
-    def rows(self, value: float = 0.0, row: int = 2) -> Tensor:
-        """Four rows of eight zeros, with one value in one of the rows."""
-        tensor = torch.zeros(4, 8)
+    def rows(self, value: float = 0.0, row: int = 2, count: int = 4) -> Tensor:
+        """Rows of eight zeros, with one value in one of them; they are there when this returns."""
+        tensor = torch.zeros(count, 8)
         tensor[row, 5] = value
         return self.put(tensor)
+
+    def reports(self) -> list[Violation]:
+        """End a step, let the device finish, and look without waiting."""
+        multiassert.step()
+        self.finish()
+        return multiassert.poll()
 
     def new_graph(self) -> Any:
         """An empty graph of the device's own class."""
@@ -72,19 +81,21 @@ class Machine:
         self.need("Event")
         if self.simulator is None:
             self.need("_sleep")
-            self.module._sleep(int(LONG_WORK_SECONDS * self._cycles_per_second()))
+            self.module._sleep(int(LONG_WORK_SECONDS * _cycles_per_second(self.module)))
         event = self.module.Event()
         event.record()
         return event
 
-    def _cycles_per_second(self) -> float:
-        cycles = 100_000_000
-        for count in (cycles // 10, cycles):  # at first an idle device's clock is slow
-            self.module.synchronize()
-            began = time.monotonic()
-            self.module._sleep(count)
-            self.module.synchronize()
-        return cycles / (time.monotonic() - began)
+
+@functools.cache
+def _cycles_per_second(module: Any) -> float:
+    cycles = 200_000_000
+    for count in (cycles // 10, cycles):  # at first an idle device's clock is slow
+        module.synchronize()
+        began = time.monotonic()
+        module._sleep(count)
+        module.synchronize()
+    return cycles / (time.monotonic() - began)
 
 
 def set_up(platform: str, simulated: bool) -> Machine:
