@@ -50,6 +50,7 @@ import multiassert
 from multiassert import AsyncAssertionError, Violation, backends, delivery, simulate, state
 from multiassert.backends import Mechanism, NativeAssert
 from multiassert.doctor import machine as examined
+from multiassert.doctor.kinds import every_kind
 from multiassert.doctor.machine import LONG_WORK_SECONDS, NotHere
 from multiassert.presence import VENDOR_PACKAGES
 
@@ -212,28 +213,6 @@ def versions(machine: Machine) -> str:
     return ", ".join(parts)
 
 
-Case = tuple[str, Callable[[Tensor, str], None], Tensor, Tensor, tuple[str, tuple[int, ...], str]]
-
-
-def every_kind(machine: Machine) -> list[Case]:
-    """Each kind of probe: a name, the call, a clean and a bad tensor, and the kind, rows and value to be reported."""
-    zeros, ids = machine.rows(), torch.arange(4).to(machine.device)
-    odd = torch.tensor([0, 64, 130, 192]).to(machine.device)
-    yes, no = (torch.tensor(value).to(machine.device) for value in (True, False))
-    bounds, pages = multiassert.maybe_detect_oob, multiassert.maybe_detect_page_aligned
-    within, total = multiassert.maybe_detect_in_closed_range, multiassert.maybe_assert_sum
-    return [
-        ("nan", multiassert.maybe_detect_nan, zeros, machine.rows(math.nan, 2), ("nan", (2,), "nan")),
-        ("inf", multiassert.maybe_detect_inf, zeros, machine.rows(math.inf, 1), ("inf", (1,), "inf")),
-        ("above", lambda t, m: bounds(t, 0, 4, m), ids, ids * 3, ("high", (2, 3), "9")),
-        ("below", lambda t, m: bounds(t, 0, 4, m), ids, ids - 2, ("low", (0, 1), "-2")),
-        ("page", lambda t, m: pages(t, 64, m), ids * 64, odd, ("misaligned", (2,), "2")),
-        ("range", lambda t, m: within(t, 0.0, 1.0, m), zeros, machine.rows(2.0, 3), ("range", (3,), "2.0")),
-        ("condition", multiassert.maybe_assert_async, yes, no, ("cond", (), "0")),
-        ("sum", lambda t, m: total(t, 6, m), ids, ids + 1, ("cond", (0,), "10")),
-    ]
-
-
 def _eager(machine: Machine, look: Callable[[], list[Violation]]) -> str:
     cases = every_kind(machine)
     for name, probe, clean, _, _ in cases:
@@ -311,11 +290,11 @@ def no_host_wait(machine: Machine) -> str:
     with machine.host_waits_forbidden():
         for number in range(1, 21):
             for name, probe, clean, bad, _ in cases:
-                probe(bad if (number, name) == (10, "nan") else clean, name)
+                probe(bad if (number, name) == (10, "NaN") else clean, name)
             multiassert.step()
             found += multiassert.poll()
     found += multiassert.drain()
-    expect("reported", [(v.message, v.rows) for v in found], [("nan", (2,))])
+    expect("reported", [(v.message, v.rows) for v in found], [("NaN", (2,))])
     steps = (found[0].step,) if isinstance(found[0].step, int) else found[0].step
     expect("whether step 10 is in the record", steps[0] <= 10 <= steps[-1], True)
     return f"{20 * len(cases)} probes, 20 steps and 20 polls, none waited; a fault in step 10 was told as {steps}"

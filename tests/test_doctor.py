@@ -87,7 +87,7 @@ TOLD = [
     ("loud raise torch npu", IN_FORCE, "a clean tensor was reported"),
     ("loud raise torch npu", KINDS, "NaN: a clean tensor was reported"),
     ("other row warn torch npu", IN_FORCE, "row 1"),
-    ("other row warn torch npu", KINDS, "NaN: saw [{'kind': 'nan', 'rows': [1]"),
+    ("other row warn torch npu", KINDS, "NaN: saw [('nan', (1,)"),
     ("waiting raise torch npu", "deferred: host waits", "10, counted by the simulated device"),
     ("amax loses NaN raise torch npu", IN_FORCE, "nothing was reported"),
     ("amax loses NaN raise torch npu", "deferred: reductions keep NaN", "amax of torch.float32, column 0 of 1000"),

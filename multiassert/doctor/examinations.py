@@ -18,6 +18,7 @@ from torch import Tensor
 import multiassert
 from multiassert import backends, delivery, fused, presence, settings
 from multiassert.doctor.children import Tell
+from multiassert.doctor.kinds import every_kind
 from multiassert.doctor.machine import Machine, NotHere, set_up
 from multiassert.violation import Violation
 
@@ -244,41 +245,14 @@ def _lost_in(machine: Machine, dtype: torch.dtype) -> list[str]:
     return lost
 
 
-Probe = Callable[[Tensor, str], None]
-
-
-def _every_kind(machine: Machine) -> list[tuple[str, Probe, Tensor, Tensor, dict[str, Any]]]:
-    """Each kind of probe: its name, the call, a clean and a bad tensor, and the record that must come."""
-    zeros, ids = machine.rows(), machine.put(torch.arange(4))
-    odd = machine.put(torch.tensor([0, 64, 130, 192]))
-    yes, no = machine.put(torch.tensor(True)), machine.put(torch.tensor(False))
-    bounds, pages = multiassert.maybe_detect_oob, multiassert.maybe_detect_page_aligned
-    within, total = multiassert.maybe_detect_in_closed_range, multiassert.maybe_assert_sum
-
-    def record(kind: str, rows: list[int], value: str) -> dict[str, Any]:
-        return {"kind": kind, "rows": rows, "value": value}
-
-    return [
-        ("NaN", multiassert.maybe_detect_nan, zeros, machine.rows(math.nan, 2), record("nan", [2], "nan")),
-        ("Inf", multiassert.maybe_detect_inf, zeros, machine.rows(math.inf, 1), record("inf", [1], "inf")),
-        ("index too high", lambda t, m: bounds(t, 0, 4, m), ids, ids * 3, record("high", [2, 3], "9")),
-        ("index too low", lambda t, m: bounds(t, 0, 4, m), ids, ids - 2, record("low", [0, 1], "-2")),
-        ("page alignment", lambda t, m: pages(t, 64, m), ids * 64, odd, record("misaligned", [2], "2")),
-        ("closed range", lambda t, m: within(t, 0.0, 1.0, m), zeros, machine.rows(2.0, 3), record("range", [3], "2.0")),
-        ("condition", multiassert.maybe_assert_async, yes, no, record("cond", [], "0")),
-        ("sum", lambda t, m: total(t, 6, m), ids, ids + 1, record("cond", [0], "10")),
-    ]
-
-
 def _kinds(machine: Machine) -> dict[str, str]:
     """For each kind an empty string where it was reported as it must be, and silent when clean; else what was seen."""
-    cases, seen = _every_kind(machine), dict[str, str]()
+    cases, seen = every_kind(machine), dict[str, str]()
     for name, probe, clean, bad, wanted in cases:
         probe(clean, name)
-        early = [_record(violation) for violation in machine.reports()]
+        early = machine.reports()
         probe(bad, name)
-        late = [_record(violation) for violation in machine.reports()]
-        found = [{key: record[key] for key in wanted} for record in late]
+        found = [(violation.kind, violation.rows, str(violation.value)) for violation in machine.reports()]
         seen[name] = f"a clean tensor was reported: {early}" if early else ""
         if not early and found != [wanted]:
             seen[name] = f"saw {found}, expected {[wanted]}"
@@ -288,7 +262,7 @@ def _kinds(machine: Machine) -> dict[str, str]:
 def _deferred_waits(machine: Machine) -> dict[str, Any]:
     """How often the host waits in ten steps of every kind of probe; the first step, which allocates, is not counted."""
     machine.need()
-    cases = _every_kind(machine)
+    cases = every_kind(machine)
 
     def steps(count: int) -> None:
         for _ in range(count):
